@@ -1,0 +1,233 @@
+"""The public op: sparse_decode. Validate → plan → compile (cached) → launch; the kernel's host function merges the splits.
+
+CPU tensors take the reference through the same path, CUDA tensors the kernel of their architecture (`select_impl`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from . import jit
+from .schedule import DecodePlan, plan_decode
+from .validate import Problem, check_sparse_decode
+
+IMPL_NAMES = ("Config", "default_config", "compile")  # what makes a module an implementation
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    plan: DecodePlan | None = None,
+    config: Any = None,
+    impl: ModuleType | str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query token over the cached tokens that its index list selects (MLA decode, FP8 cache).
+
+    With x_j = softmax_scale * q·k_j over the selected tokens j, K = dequantised to bf16, V = the first 512 values of K:
+    lse = ln Σ exp(x_j); out = Σ exp(x_j - lse) v_j, times exp(lse) / (exp(lse) + exp(sink)) where there is a sink.
+
+    Args:
+        q: [b, s_q, h_q, 576] bf16; 1 to 128 heads. Last dim contiguous, address and other strides multiples of 16 bytes.
+        kv_cache: [num_blocks, page_block_size, 1, 656] in uint8, int8 or float8_e4m3fn: V32 records (`quantize_kv_cache`),
+            tokens of a page 656 bytes apart, address and page stride multiples of 16 bytes; gaps between pages are not
+            read. At most 2**31 - 1 tokens.
+        indices: [b, s_q, topk] int32, page * page_block_size + offset (`to_cache_indices`), last dim contiguous, topk >= 1.
+            Negative entries are skipped wherever they stand, duplicates count each time; all others are trusted: an
+            index past the cache reads foreign memory.
+        softmax_scale: positive; default 576 ** -0.5.
+        topk_length: [b] int32; only the first topk_length[r] entries of request r's lists are looked at. Values are clamped
+            to [0, topk].
+        attn_sink: [h_q] fp32, natural-log units: one more logit a head, without a value. -inf has no effect, +inf gives
+            out = 0.
+        plan: from `plan_decode`, for calls with the same shapes and the same topk_length values; saves the planner's
+            launch. Default: planned in this call, on the device, without a host sync.
+        config: the implementation's `Config`; default plan.config, or `default_config` of the implementation.
+        impl: another implementation: a module with `Config`, `default_config` and `compile`, its importable name, or the
+            path of its .py file. Default: `select_impl(q.device)`.
+        out: [b, s_q, h_q, 512] bf16, where to write; last dim contiguous, address and other strides multiples of 16 bytes.
+        lse: [b, s_q, h_q] fp32, where to write; last dim contiguous. Neither may overlap another argument.
+
+    Returns: (out, lse). lse is in natural log and never includes the sink. A query token that attends to nothing gets
+        out = 0 and lse = +inf. An empty batch (b = 0) returns empty tensors and launches nothing.
+
+    Work is queued on torch's current stream of q's device and the call does not wait for it; capturing it in a CUDA graph
+    is fine. Results are deterministic: the same bits for the same inputs and plan. Scratch: 2 * plan.num_parts * s_q * h_q
+    * 513 fp32 values whatever b is (about 35 MB on 132 SMs), nothing if num_parts is 1. There is no backward.
+
+    Raises ValueError or TypeError naming the argument, what is needed and what came; NotImplementedError when the
+    device's architecture has no kernel or the DSL cannot compile it. All of them before anything is launched.
+
+    The op, the cache format and the plan are those of DeepSeek's FlashMLA (`flash_mla_with_kvcache` with indices).
+    """
+    problem = check_sparse_decode(
+        q,
+        kv_cache,
+        indices,
+        softmax_scale=softmax_scale,
+        topk_length=topk_length,
+        attn_sink=attn_sink,
+        out=out,
+        lse=lse,
+    )
+    b, s_q, h_q, d_qk = q.shape
+    if out is None:
+        out = q.new_empty((b, s_q, h_q, problem.d_v))
+    if lse is None:
+        lse = q.new_empty((b, s_q, h_q), dtype=torch.float32)
+    if b == 0:
+        return out, lse
+
+    ready = _ready
+    if ready.problem is not problem or ready.plan is not plan or ready.config is not config or ready.impl is not impl:
+        ready = _prepare(problem, plan, config, impl, q, indices, topk_length)
+    with _current(q.device):
+        if plan is None:
+            plan = plan_decode(q, indices, topk_length=topk_length, config=ready.kernel_config, impl=ready.module)
+        # A plan in one part splits no request: there are no partial results.
+        slots = 2 * plan.num_parts if plan.num_parts > 1 else 0
+        ready.kernel(
+            q,
+            kv_cache if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8),
+            indices,
+            topk_length,
+            attn_sink,
+            d_qk**-0.5 if softmax_scale is None else float(softmax_scale),
+            plan.metadata,
+            plan.num_splits,
+            q.new_empty((slots, s_q, h_q, problem.d_v), dtype=torch.float32),  # o_partial
+            q.new_empty((slots, s_q, h_q), dtype=torch.float32),  # lse_partial
+            out,
+            lse,
+        )
+    return out, lse
+
+
+class _Ready(NamedTuple):
+    """The arguments of a call that `_prepare` has checked against one another, and the kernel they lead to."""
+
+    problem: Problem | None = None  # this very object: one per metadata of the tensors, so it stands for all of that
+    plan: DecodePlan | None = None
+    config: Any = None
+    impl: ModuleType | str | None = None
+    module: ModuleType | None = None
+    kernel_config: Any = None
+    kernel: Callable | None = None
+
+
+_ready = _Ready()  # of the last call: the layers of a model make the same call again and again
+
+
+def _prepare(problem, plan, config, impl, q, indices, topk_length) -> _Ready:
+    """Which kernel runs, and do plan and config belong to it: the part of the checks that needs the implementation."""
+    global _ready
+    module = select_impl(q.device, impl)
+    if config is not None and not isinstance(config, module.Config):
+        raise TypeError(f"config: must be a {module.__name__}.Config, got {config!r}")
+    if plan is not None:
+        if not isinstance(plan, DecodePlan):
+            raise TypeError(f"plan: must be a mla_cute.DecodePlan, got {type(plan).__name__}")
+        if not isinstance(plan.config, module.Config):
+            raise ValueError(f"plan: must be made with a {module.__name__}.Config, got {plan.config!r}")
+        plan.check(
+            b=q.shape[0],
+            s_q=q.shape[1],
+            h_q=q.shape[2],
+            topk=indices.shape[2],
+            has_topk_length=topk_length is not None,
+            device=q.device,
+            config=config,
+        )
+        kernel_config = plan.config
+    else:
+        kernel_config = module.default_config(problem) if config is None else config
+    kernel_config.check(problem)
+    kernel = jit.load(module, problem, kernel_config, jit.arch_of(q.device))
+    _ready = _Ready(problem, plan, config, impl, module, kernel_config, kernel)
+    return _ready
+
+
+def select_impl(device: torch.device | str, impl: ModuleType | str | None = None) -> ModuleType:
+    """The module whose kernel `sparse_decode` runs on `device`: its `__name__` says which.
+
+    impl: None for the shipped choice (`mla_cute.reference` on the CPU, the kernel of the GPU's architecture on CUDA), else
+    what `sparse_decode` takes: a module, its importable name, or the path of its .py file.
+
+    Raises NotImplementedError when the architecture has no kernel, ValueError when `impl` cannot be found, TypeError when
+    it is no implementation.
+    """
+    if impl is None:
+        return _shipped_impl(torch.device(device))
+    module = _import(impl) if isinstance(impl, str) else impl
+    missing = [name for name in IMPL_NAMES if not hasattr(module, name)]
+    if missing:
+        raise TypeError(
+            f"impl: must be a module with {', '.join(IMPL_NAMES)}, or its name or path, "
+            f"got {module!r} without {', '.join(missing)}"
+        )
+    return module
+
+
+@cache
+def _shipped_impl(device: torch.device) -> ModuleType:
+    arch = jit.arch_of(device)
+    try:
+        return jit.arch_module("sparse_decode", arch)
+    except NotImplementedError:
+        kernels = sorted(path.parent.name for path in Path(__file__).parent.glob("sm*/sparse_decode.py"))
+        raise NotImplementedError(
+            f"q: sparse_decode needs a GPU with a kernel ({', '.join(kernels)}), got {arch} ({device}); "
+            "impl=mla_cute.reference runs everywhere, slowly"
+        ) from None
+
+
+@cache
+def _import(name: str) -> ModuleType:
+    if name.endswith(".py"):
+        path = Path(name).expanduser().resolve()
+        if not path.is_file():
+            raise ValueError(f"impl: no such file, got {name!r}")
+        # Unique, so that a file never takes the place of another module; in sys.modules, so that its classes pickle.
+        module_name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        if module_name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(module_name, path)
+            module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[module_name]
+                raise
+        return sys.modules[module_name]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        if e.name and (name + ".").startswith(e.name + "."):
+            raise ValueError(f"impl: must be an importable module or the path of a .py file, got {name!r}") from None
+        raise  # the module is there, something that it imports is not
+
+
+_NO_CHANGE = nullcontext()
+
+
+def _current(device: torch.device) -> AbstractContextManager:
+    """Launches go to the current device: make it this one, if it is not."""
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        return _NO_CHANGE
+    return torch.cuda.device(device)

@@ -1,0 +1,526 @@
+"""From (kernel module, Problem, Config, arch) to a launchable function: compile once, keep it in memory and on disk.
+
+    load ──► memory ──► <cache_dir>/<fingerprint>/<key>.o ──► module.compile ──► build (cute.compile) ──► export, reload
+
+The only file that knows the DSL's compile options and how its object files are written and read; neither needs a GPU. The
+DSL (`cutlass`) and torch are imported at first use. A compiled function is always taken from its exported object file, also
+in the process that compiled it: that gives the bare TVM-FFI function, which costs less host time a call than the wrapper
+that cute.compile returns. The cache's scheme (a directory a fingerprint, exported objects) follows flash-attention's
+`flash_attn/cute` and quack.
+
+Environment: MLA_CUTE_CACHE_DIR, the directory of the cache (default: $XDG_CACHE_HOME/mla_cute or ~/.cache/mla_cute).
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import itertools
+import multiprocessing
+import os
+import pickle
+import platform
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+PACKAGE = Path(__file__).resolve().parent
+DISTRIBUTIONS = (  # their versions decide what a source compiles to; the cu12 and cu13 parts bring different ptxas
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "apache-tvm-ffi",
+)
+DIGEST_BYTES = 32  # sha256 behind the object file's own bytes; readers of ELF files ignore what follows the sections
+SLOW_SECONDS = 1.0  # a compile that takes longer is reported on stderr
+
+_STARTED = time.time()  # sources newer than this may differ from what this process imported
+_lock = threading.RLock()  # one compile or load at a time: the DSL keeps process-wide state
+_memory: dict[tuple, Callable] = {}
+_said: set[str] = set()
+
+
+class Job(NamedTuple):
+    """One kernel to compile: a module with `compile(problem, config, arch)` and its three arguments."""
+
+    module: ModuleType
+    problem: Any
+    config: Any
+    arch: str
+
+    @property
+    def name(self) -> str:
+        """What a user knows the kernel by: the op, or the module's last name when the problem has none."""
+        return getattr(self.problem, "op", None) or self.module.__name__.rpartition(".")[2]
+
+
+_job: ContextVar[Job | None] = ContextVar("_job", default=None)  # what module.compile is being called for
+_dump_dir: ContextVar[str | None] = ContextVar("_dump_dir", default=None)  # set by inspect: keep PTX and cubin there
+
+
+class CompileError(NotImplementedError):
+    """The DSL cannot compile a kernel; says which kernel, for which arch, with which DSL. The cause is the DSL's exception."""
+
+
+# ----- architectures --------------------------------------------------------------------------------------------------
+
+
+def arch_of(device) -> str:
+    """The compile target of a device, torch.device or what makes one: "sm_90a", "sm_100a", ..., or "cpu".
+
+    Raises ValueError for other kinds of device.
+    """
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        raise ValueError(f"device: must be cuda or cpu, got {device}")
+    return _arch_of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _arch_of_cuda(index: int) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}a"  # "a": the instructions of exactly this architecture, such as wgmma and tcgen05
+
+
+def arch_module(op: str, arch: str) -> ModuleType:
+    """The shipped kernel module of an op: `mla_cute.sm90.<op>` for sm_90a, sm100 for sm_100a and sm_103a, reference for cpu.
+
+    Raises NotImplementedError when there is none.
+    """
+    if arch == "cpu":
+        return importlib.import_module("mla_cute.reference")
+    digits = re.fullmatch(r"sm_(\d+)\d[af]?", arch)
+    folder = f"sm{digits[1]}0" if digits else ""
+    if not (PACKAGE / folder / f"{op}.py").is_file():
+        raise NotImplementedError(f"{op}: no kernel for {arch}")
+    return importlib.import_module(f"mla_cute.{folder}.{op}")
+
+
+# ----- what a kernel module's compile() calls -------------------------------------------------------------------------
+
+
+def fake_tensor(dtype, shape, stride=None, align=None):
+    """A tensor argument for `build`: dims and strides (elements) are ints or `cute.sym_int()`s, a tied dim the same object.
+
+    stride: default row-major. TVM-FFI checks every call against this: static dims, divisibility of the strides of dims
+    larger than 1, equal tied dims, `align` bytes of the first element (default: one element). A row-major stride that
+    follows from a symbolic dim is free.
+    """
+    from cutlass import cute
+
+    if stride is not None:
+        return cute.runtime.make_fake_tensor(dtype, shape, stride=stride, assumed_align=align)
+    row_major = tuple(reversed(range(len(shape))))  # the DSL's default is column-major
+    return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=row_major, assumed_align=align)
+
+
+def fake_stream():
+    """The stream argument for `build`: not an argument of the compiled function, which launches on torch's current stream."""
+    from cutlass import cute
+
+    return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def build(host_fn, *fake_args, arch: str, name: str | None = None):
+    """Compile a `@cute.jit` host function for `arch` without launching it; `None` stands for an absent tensor.
+
+    Returns a TVM-FFI function of the same arguments less the stream, all positional. Raises CompileError, naming `name`.
+    """
+    from cutlass import cute
+
+    # Without an arch the DSL asks the driver or, where there is none, silently takes sm_100a.
+    options = f"--gpu-arch {arch} --enable-tvm-ffi"
+    if _dump_dir.get():
+        options += f" --keep-ptx --keep-cubin --dump-dir {_dump_dir.get()} remarks{{ptx}}"
+    try:
+        return cute.compile(host_fn, *fake_args, options=options)
+    except Exception as e:
+        job = _job.get()
+        name = name or (job.name if job else getattr(host_fn, "__name__", type(host_fn).__name__))
+        about = [f"{name}: does not compile for {arch} with nvidia-cutlass-dsl {_version('nvidia-cutlass-dsl')}"]
+        if job:
+            about += [f"  module: {job.module.__name__}", f"  problem: {job.problem}", f"  config: {job.config}"]
+        raise CompileError("\n".join([*about, f"  {type(e).__name__}: {_plain(str(e)).strip()}"])) from e
+
+
+# ----- memory, disk, compile ------------------------------------------------------------------------------------------
+
+
+def load(module: ModuleType, problem, config, arch: str) -> Callable:
+    """The launchable function of `module.compile(problem, config, arch)`, compiled at most once per source and machine.
+
+    Looks in memory, then on disk, then compiles and writes both; threads and processes that ask for the same kernel wait
+    for the one that compiles. problem and config must be hashable and have a repr that says all that matters (frozen
+    dataclasses do). What `compile` returns need not come from the DSL: a plain callable is kept in memory only, and arch
+    "cpu" never touches the disk. Raises CompileError, and whatever `module.compile` raises itself.
+    """
+    key = (module, problem, config, arch)
+    fn = _memory.get(key)  # every launch comes by here: under 1 us
+    if fn is None:
+        with _lock:
+            fn = _memory.get(key)
+            if fn is None:
+                fn = _memory[key] = _load(Job(*key))[0]
+    return fn
+
+
+def cache_dir() -> Path:
+    """The directory of compiled kernels; deleting it, or any part of it, is safe."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mla_cute"
+    return Path(os.environ.get("MLA_CUTE_CACHE_DIR") or default).expanduser()
+
+
+def fingerprint(module: ModuleType) -> str:
+    """What the code of a kernel depends on beside its key: sources, versions, Python, machine, the DSL's settings.
+
+    Sources are all of mla_cute and, for a module outside it, every .py file in the module's directory (its helpers).
+    """
+    digest = hashlib.sha256()
+    for path in _sources(module):
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("CUTE_DSL_"))
+    versions = [_version(name) for name in DISTRIBUTIONS]
+    digest.update(repr((versions, settings, sys.version_info[:2], platform.machine())).encode())
+    return digest.hexdigest()[:16]
+
+
+def _sources(module: ModuleType) -> list[Path]:
+    own = Path(module.__file__).resolve()
+    outside = [] if PACKAGE in own.parents else own.parent.glob("*.py")
+    return sorted([*PACKAGE.rglob("*.py"), *outside])
+
+
+def _entry(job: Job) -> tuple[str, Path | None]:
+    """Name of the job's function in its object file, and that file in the cache (None: not to be cached on disk)."""
+    file = getattr(job.module, "__file__", None)
+    # The file too: modules loaded from paths of one directory may have the same name.
+    key = repr((job.module.__name__, file and Path(file).name, job.problem, job.config, job.arch))
+    key = hashlib.sha256(key.encode()).hexdigest()
+    symbol = f"mla_{key[:24]}"
+    if job.arch == "cpu" or not file:  # torch code; or no source to fingerprint
+        return symbol, None
+    for path in _sources(job.module):
+        # What runs here may be the old source: it must not be stored under the new one's fingerprint. (A file of the
+        # future, by another machine's clock, says nothing.)
+        if _STARTED < path.stat().st_mtime < time.time() + 60:
+            _say_once(f"{path} changed after this process started: {job.module.__name__} is not cached on disk")
+            return symbol, None
+    return symbol, cache_dir() / fingerprint(job.module) / f"{key}.o"
+
+
+def _load(job: Job) -> tuple[Callable, bool]:
+    """(function, whether the disk had it)"""
+    symbol, entry = _entry(job)
+    fn = _read(entry, symbol)
+    if fn is not None:
+        return fn, True
+    with _one_process(entry):
+        fn = _read(entry, symbol)  # another process may have written it while this one waited
+        return (fn, True) if fn is not None else (_compile(job, symbol, entry), False)
+
+
+def _compile(job: Job, symbol: str, entry: Path | None) -> Callable:
+    started = time.perf_counter()
+    token = _job.set(job)
+    try:
+        compiled = job.module.compile(job.problem, job.config, job.arch)
+    finally:
+        _job.reset(token)
+    if not hasattr(compiled, "export_to_c"):  # a plain callable
+        return compiled
+    with tempfile.TemporaryDirectory(prefix="mla_cute_") as folder:
+        path = Path(folder, "kernel.o")  # the suffix selects the format
+        compiled.export_to_c(str(path), function_name=symbol)
+        fn, data = _open(path, symbol), path.read_bytes()
+    stored = entry is not None and _write(entry, data)
+    seconds = time.perf_counter() - started
+    if seconds > SLOW_SECONDS:
+        where = f"cached in {entry}" if stored else "not cached on disk"
+        _say(f"compiled {job.name} for {job.arch} ({job.module.__name__}) in {seconds:.1f} s, {where}")
+    return fn
+
+
+def _open(path: Path, symbol: str) -> Callable:
+    from cutlass import cute
+
+    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), symbol)
+
+
+def _read(entry: Path | None, symbol: str) -> Callable | None:
+    """The function of a cache entry; None when there is no entry or it is damaged, which the loader would not always see."""
+    try:
+        data = entry.read_bytes() if entry else b""
+    except OSError:
+        return None
+    if len(data) <= DIGEST_BYTES or hashlib.sha256(data[:-DIGEST_BYTES]).digest() != data[-DIGEST_BYTES:]:
+        return None
+    return _open(entry, symbol)
+
+
+def _write(entry: Path, data: bytes) -> bool:
+    part = entry.with_suffix(f".{uuid.uuid4().hex}")
+    try:
+        try:
+            part.write_bytes(data + hashlib.sha256(data).digest())
+            os.replace(part, entry)  # readers see a whole entry or none
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as e:
+        _say_once(
+            f"cannot write to {cache_dir()} ({e.strerror}): kernels are compiled in every process; set MLA_CUTE_CACHE_DIR"
+        )
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _one_process(entry: Path | None):
+    """Lets one process at a time compile an entry. Where no lock can be had two may: that costs time, nothing else."""
+    with contextlib.ExitStack() as stack:
+        if entry:
+            with contextlib.suppress(OSError):
+                entry.parent.mkdir(parents=True, exist_ok=True)
+                fcntl.flock(stack.enter_context(open(entry.with_suffix(".lock"), "w")), fcntl.LOCK_EX)
+        yield
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)  # the DSL colours its messages
+
+
+def _say(text: str) -> None:
+    print(f"mla_cute: {text}", file=sys.stderr)
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        _say(text)
+
+
+# ----- looking at what was compiled -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What the compiler made of a kernel module: one PTX text and one cubin per GPU module, each of one or more kernels."""
+
+    seconds: float  # of module.compile, without inspection's own work
+    ptx: tuple[str, ...]
+    cubins: tuple[bytes, ...]
+    log: str  # what compiling wrote to stderr: ptxas -v and the DSL's remarks
+
+    @functools.cached_property
+    def resources(self) -> dict[str, dict[str, int]]:
+        """Per kernel symbol REG (per thread), STACK, LOCAL (bytes per thread), SHARED (static bytes), by `cuobjdump`.
+
+        Dynamic shared memory is a launch argument and not in a cubin. Raises FileNotFoundError without the tool.
+        """
+        found = {}
+        for cubin in self.cubins:
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                Path(file.name).write_bytes(cubin)
+                text = subprocess.check_output([_cuobjdump(), "-res-usage", file.name], text=True)
+            for name, usage in re.findall(r"Function ([^\s:]+):\s*\n(.*)", text):
+                found[name] = {key: int(n) for key, n in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+        return found
+
+    @functools.cached_property
+    def advisories(self) -> tuple[str, ...]:
+        """ptxas' numbered messages, such as C7508 (setmaxnreg ignored) and C7510-C7517 (WGMMA serialised, wait injected)."""
+        log = re.sub(r"\nptxas +\. +", " ", self.log)  # how a long message goes on
+        return tuple(line.strip() for line in log.splitlines() if re.search(r"\(C\d{4}\)", line))
+
+    @functools.cached_property
+    def spill_bytes(self) -> int:
+        """Spill stores and loads of all kernels together, in bytes, as ptxas counts them."""
+        return sum(map(int, re.findall(r"(\d+) bytes spill", self.log)))
+
+
+def inspect(module: ModuleType, problem, config, arch: str) -> Inspection:
+    """Compile for a look at PTX, registers, stack and ptxas' messages; past both caches, no GPU needed, launches nothing.
+
+    Redirects the process's stderr while it compiles: for tests and tools. Raises CompileError.
+    """
+    with _lock, tempfile.TemporaryDirectory(prefix="mla_cute_") as folder:
+        tokens = _job.set(Job(module, problem, config, arch)), _dump_dir.set(folder)
+        started = time.perf_counter()
+        try:
+            with _captured_stderr() as read_log:
+                module.compile(problem, config, arch)
+                seconds = time.perf_counter() - started
+                log = _plain(read_log())
+        finally:
+            _job.reset(tokens[0])
+            _dump_dir.reset(tokens[1])
+        ptx = tuple(path.read_text(errors="replace") for path in sorted(Path(folder).glob("*.ptx")))
+        cubins = tuple(path.read_bytes() for path in sorted(Path(folder).glob("*.cubin")))
+    return Inspection(seconds, ptx, cubins, log)
+
+
+@contextlib.contextmanager
+def _captured_stderr():
+    """Collects what Python (sys.stderr) and the compiler's C++ (file descriptor 2) write; shows it if the body fails."""
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+
+        def read() -> str:
+            file.flush()
+            file.seek(0)
+            return file.read()
+
+        saved = os.dup(2)
+        try:
+            os.dup2(file.fileno(), 2)
+            with contextlib.redirect_stderr(file):
+                yield read
+        except BaseException:
+            os.write(saved, read().encode())
+            raise
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def _cuobjdump() -> str:
+    """From the pip wheel nvidia-cuda-cuobjdump, else from the PATH."""
+    wheel = Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "bin", "cuobjdump")
+    return str(wheel) if wheel.exists() else "cuobjdump"
+
+
+# ----- compiling ahead ------------------------------------------------------------------------------------------------
+
+
+def warmup(
+    h_q=128,
+    *,
+    has_topk_length=(False, True),
+    has_attn_sink=(False, True),
+    arch: str | None = None,
+    impl: ModuleType | None = None,
+    config=None,
+    jobs: int | None = None,
+    progress: bool = True,
+) -> list[tuple[str, float, bool]]:
+    """Compile the kernels of `sparse_decode` into the disk cache, several at a time; needs no GPU when `arch` is given.
+
+    h_q: query heads, an int or several; has_topk_length, has_attn_sink: bools, or both values; arch: such as "sm_90a",
+    default the current GPU's; impl, config: as in `sparse_decode`; jobs: processes, default the CPUs this one may use;
+    progress: draw a bar. The processes are spawned, so a script calls this under `if __name__ == "__main__":`.
+
+    Returns (kernel, seconds, whether it was there already) per kernel. Raises ValueError (no arch, no GPU), CompileError,
+    RuntimeError naming the kernel for any other failure, OSError when the cache cannot be written.
+    """
+    if arch is None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError('arch: must be given on a machine without a GPU, such as "sm_90a", got None')
+        arch = arch_of("cuda")
+    todo = warmup_jobs(_several(h_q), _several(has_topk_length), _several(has_attn_sink), arch, impl, config)
+    return compile_ahead(todo, processes=jobs, progress=progress)
+
+
+def warmup_jobs(h_q, has_topk_length, has_attn_sink, arch, impl=None, config=None) -> list[Job]:
+    """Every kernel that `sparse_decode` launches for these problems (sequences of values): the planner's and its own."""
+    from . import schedule_kernel
+    from .validate import Problem
+
+    found = []
+    for heads, lengths, sink in itertools.product(h_q, has_topk_length, has_attn_sink):
+        problem = Problem(op="sparse_decode", h_q=heads, has_topk_length=bool(lengths), has_attn_sink=bool(sink))
+        module = impl or arch_module(problem.op, arch)
+        plan = schedule_kernel.PlanProblem(problem.has_topk_length, use_workspace=False)  # True only for huge batches
+        found.append(Job(module, problem, config or module.default_config(problem), arch))
+        found.append(Job(schedule_kernel, plan, None, arch))
+    return list(dict.fromkeys(found))
+
+
+def compile_ahead(todo: list[Job], processes: int | None = None, progress: bool = True) -> list:
+    """`load` every job in spawned processes, for the disk cache's sake; results and errors as `warmup`."""
+    from tqdm import tqdm
+
+    if not todo:
+        return []
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=cache_dir()):
+        pass  # a cache that cannot be written would lose all the work
+    processes = min(processes or len(os.sched_getaffinity(0)), len(todo))
+    done = []
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        # The module goes by name and file, the rest as bytes: the worker must import the module before it unpickles.
+        sent = {
+            pool.submit(_work, job.module.__name__, getattr(job.module, "__file__", None), pickle.dumps(job[1:])): job
+            for job in todo
+        }
+        for future in tqdm(as_completed(sent), total=len(sent), desc="compile", unit="kernel", disable=not progress):
+            job = sent[future]
+            name = f"{job.name} {job.arch} {job.problem}"
+            try:
+                done.append((name, *future.result()))
+            except CompileError:
+                pool.shutdown(cancel_futures=True)
+                raise
+            except BrokenProcessPool as e:
+                raise RuntimeError(
+                    f"warmup: a process died at or before {name}; out of memory (pass a smaller jobs=), or a script "
+                    'that calls warmup outside `if __name__ == "__main__":`'
+                ) from e
+            except Exception as e:
+                pool.shutdown(cancel_futures=True)
+                raise RuntimeError(f"warmup: {name} failed: {type(e).__name__}: {e}") from e
+    return done
+
+
+def _work(module_name: str, file: str | None, rest: bytes) -> tuple[float, bool]:
+    """In a worker process: (seconds, whether the disk had it)."""
+    global SLOW_SECONDS
+    SLOW_SECONDS = float("inf")  # the progress bar tells enough
+    started = time.perf_counter()
+    job = Job(_imported(module_name, file), *pickle.loads(rest))
+    cached = _load(job)[1]
+    return time.perf_counter() - started, cached
+
+
+def _imported(name: str, file: str | None) -> ModuleType:
+    """The module of that name; one that was loaded from a path, and is not to be found by name, from its file."""
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module(name)
+        if name == "__main__" or getattr(module, "__file__", None) == file:
+            return module
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _several(value) -> tuple:
+    return (value,) if isinstance(value, (bool, int)) else tuple(value)

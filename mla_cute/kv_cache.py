@@ -1,0 +1,291 @@
+"""FP8 KV-cache records: the byte layout as data, a quantiser, a dequantiser, and logical-to-physical indices.
+
+A cache is a tensor [num_blocks, page_block_size, 1, bytes_per_token] of one-byte elements. Pages may lie further apart
+than their bytes need (stride(0) free); what lies between them is never read or written. Everything here is plain torch,
+on any device. The layout and the quantiser are those of DeepSeek's FlashMLA (V32: DeepSeek V3, V3.1, V3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+E4M3_MAX = 448.0  # largest finite e4m3fn value
+E4M3_NAN = 0x7F  # the one NaN code the quantiser writes
+POW2_FLOOR = 1e-4  # floor of amax/448 before the power of two: no scale is below 2^-13
+FP32_TINY = torch.finfo(torch.float32).tiny  # smallest normal fp32, 2^-126
+
+CACHE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+CHUNK_VALUES = 1 << 25  # values converted at once: bounds the fp32 temporaries to a few times 128 MiB
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """Byte layout of one cached token; all offsets and sizes in bytes unless a name says otherwise.
+
+    A page of N tokens is a plane of data rows, `row_bytes` apart, and scale rows, `scale_row_bytes` apart:
+
+        codes of token t:  t * row_bytes + nope_offset                       d_nope bytes of e4m3
+        RoPE of token t:   t * row_bytes + rope_offset                       d_rope bf16
+        scales of token t: scale_base(N) + t * scale_row_bytes + scale_offset  num_scales fp32
+
+    `page_planar` formats keep the scale rows behind all N data rows (scale_base = N * row_bytes); the others inside the
+    data row.
+    """
+
+    name: str
+    d_qk: int  # values of one key: NoPE then RoPE
+    d_v: int  # values of one value row: the first d_v of the key
+    d_nope: int
+    d_rope: int
+    quant_tile: int  # consecutive NoPE values sharing one scale
+    bytes_per_token: int  # last dim of the cache tensor
+    row_bytes: int
+    nope_offset: int
+    rope_offset: int
+    scale_bytes: int  # one scale: 4 = fp32
+    scale_row_bytes: int
+    scale_offset: int
+    page_planar: bool
+
+    @property
+    def num_scales(self) -> int:
+        """Scales of one token."""
+        return self.d_nope // self.quant_tile
+
+    @property
+    def rope_bytes(self) -> int:
+        return 2 * self.d_rope  # bf16
+
+    def scale_base(self, page_block_size: int) -> int:
+        """Bytes from a page's start to where scale rows are counted from."""
+        return page_block_size * self.row_bytes if self.page_planar else 0
+
+
+V32 = KVFormat(
+    name="v32",
+    d_qk=576,
+    d_v=512,
+    d_nope=512,
+    d_rope=64,
+    quant_tile=128,
+    bytes_per_token=656,
+    row_bytes=656,
+    nope_offset=0,
+    rope_offset=528,
+    scale_bytes=4,
+    scale_row_bytes=656,
+    scale_offset=512,
+    page_planar=False,
+)
+
+
+def quantize_kv_cache(
+    kv: torch.Tensor,
+    *,
+    kv_format: KVFormat = V32,
+    scales: str | torch.Tensor = "pow2",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Pack keys into the FP8 cache format: code = e4m3(x / scale), rounded to nearest even, at most ±448; RoPE as bf16.
+
+    Args:
+        kv: [num_blocks, page_block_size, 1, d_qk] bf16, fp16 or fp32, any strides; NoPE values first, RoPE last.
+        scales: for each tile of `quant_tile` values,
+            "pow2": 2^ceil(log2(max(amax/448, 1e-4))), exact (no floating-point log);
+            "amax": amax/448 in fp32, at least the smallest normal fp32 (what vLLM's writer stores);
+            or a fp32 tensor that broadcasts to [num_blocks, page_block_size, 1, num_scales], positive or NaN (poison).
+        out: where to write, [num_blocks, page_block_size, 1, bytes_per_token] of uint8, int8 or float8_e4m3fn; its
+            pages may be strided (`pool[:, :page]`), the gaps are not touched. Default: a new contiguous uint8 tensor.
+
+    Returns: `out`.
+
+    A tile that holds a NaN gets a NaN scale and NaN codes throughout (0x7F); one that holds an Inf gets scale +inf,
+    codes 0 for its finite values and NaN for the infinite ones (an explicit scale saturates them instead). RoPE is
+    copied as it is.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, stride, device or scale.
+    """
+    _check_tensor("kv", kv, (torch.bfloat16, torch.float16, torch.float32))
+    if kv.ndim != 4 or kv.shape[2] != 1 or kv.shape[3] != kv_format.d_qk or kv.shape[1] < 1:
+        raise ValueError(f"kv: must be [num_blocks, page_block_size >= 1, 1, {kv_format.d_qk}], got {list(kv.shape)}")
+    num_blocks, page = kv.shape[:2]
+    if isinstance(scales, torch.Tensor):
+        _check_tensor("scales", scales, (torch.float32,), device=kv.device)
+        shape = (num_blocks, page, 1, kv_format.num_scales)
+        try:
+            scales = scales.broadcast_to(shape)
+        except RuntimeError:
+            raise ValueError(f"scales: must broadcast to {list(shape)}, got {list(scales.shape)}") from None
+        if bool((scales <= 0).any()):
+            raise ValueError(f"scales: must be positive, got {float(scales[scales <= 0][0])}")
+    elif not isinstance(scales, str):
+        raise TypeError(f'scales: must be "pow2", "amax" or a fp32 tensor, got {type(scales).__name__}')
+    elif scales not in ("pow2", "amax"):
+        raise ValueError(f'scales: must be "pow2", "amax" or a fp32 tensor, got "{scales}"')
+    if out is None:
+        out = torch.empty(num_blocks, page, 1, kv_format.bytes_per_token, dtype=torch.uint8, device=kv.device)
+    _check_cache("out", out, kv_format)
+    if out.shape[:2] != kv.shape[:2]:
+        raise ValueError(f"out: must have {num_blocks} blocks of {page} tokens as kv has, got {list(out.shape)}")
+    if out.device != kv.device:
+        raise ValueError(f"out: must be on kv's device {kv.device}, got {out.device}")
+
+    codes_out, scales_out, rope_out = _planes(out, kv_format)  # each uint8 [num_blocks, page, bytes]
+    step = max(1, CHUNK_VALUES // (page * kv_format.d_qk))
+    for i in range(0, num_blocks, step):
+        chunk = slice(i, i + step)
+        x = kv[chunk, :, 0, : kv_format.d_nope].float()
+        x = x.unflatten(-1, (kv_format.num_scales, kv_format.quant_tile))  # [n, page, num_scales, quant_tile]
+        s = _tile_scales(x, scales) if isinstance(scales, str) else scales[chunk, :, 0]  # [n, page, num_scales]
+        y = x / s.unsqueeze(-1)
+        # Not every torch saturates: older ones make NaN of an overflow. Clamp keeps NaN; masked_fill drops its sign.
+        codes = y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(y.isnan(), E4M3_NAN)
+        codes_out[chunk] = codes.flatten(-2)
+        scales_out[chunk] = s.contiguous().view(torch.uint8)
+        rope_out[chunk] = kv[chunk, :, 0, kv_format.d_nope :].to(torch.bfloat16).contiguous().view(torch.uint8)
+    return out
+
+
+def dequantize_kv_cache(cache: torch.Tensor, *, kv_format: KVFormat = V32) -> torch.Tensor:
+    """Unpack a whole FP8 cache: bf16(float(code) * scale), rounded once; RoPE as stored.
+
+    Args:
+        cache: [num_blocks, page_block_size, 1, bytes_per_token] of uint8, int8 or float8_e4m3fn; pages may be strided.
+
+    Returns: [num_blocks, page_block_size, 1, d_qk] bf16, contiguous.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or stride.
+    """
+    _check_cache("cache", cache, kv_format)
+    num_blocks, page = cache.shape[:2]
+    planes = _planes(cache, kv_format)
+    kv = torch.empty(num_blocks, page, 1, kv_format.d_qk, dtype=torch.bfloat16, device=cache.device)
+    step = max(1, CHUNK_VALUES // (page * kv_format.d_qk))
+    for i in range(0, num_blocks, step):
+        kv[i : i + step, :, 0] = _decode(*(plane[i : i + step] for plane in planes), kv_format)
+    return kv
+
+
+def gather_tokens(cache: torch.Tensor, tokens: torch.Tensor, *, kv_format: KVFormat = V32) -> torch.Tensor:
+    """Unpack only the named tokens of a cache, as `dequantize_kv_cache` would.
+
+    Args:
+        cache: as for `dequantize_kv_cache`.
+        tokens: int32 or int64 [n], physical token numbers page * page_block_size + offset, each inside the cache.
+
+    Returns: [n, d_qk] bf16.
+    """
+    _check_cache("cache", cache, kv_format)
+    _check_tensor("tokens", tokens, (torch.int32, torch.int64), device=cache.device)
+    page_idx, offset = tokens.long() // cache.shape[1], tokens.long() % cache.shape[1]
+    return _decode(*(plane[page_idx, offset] for plane in _planes(cache, kv_format)), kv_format)
+
+
+def to_cache_indices(token_positions: torch.Tensor, block_table: torch.Tensor, page_block_size: int) -> torch.Tensor:
+    """Turn token positions inside each request into the physical indices sparse decode takes.
+
+    Args:
+        token_positions: int32 or int64 [b, s_q, topk], position in the request; negative = none.
+        block_table: int32 [b, max_blocks], physical page of each logical page. Entries that no position needs may be
+            anything: they do not reach the result.
+        page_block_size: tokens a page.
+
+    Returns: int32 [b, s_q, topk]: block_table[r, pos // page] * page + pos % page, and -1 for none.
+
+    Raises TypeError for wrong types or dtypes, ValueError for wrong shapes; on the CPU also ValueError for a position
+    behind the table's last page or a result beyond int32 (on other devices values are trusted: checking them would
+    stall the stream).
+    """
+    _check_tensor("token_positions", token_positions, (torch.int32, torch.int64))
+    _check_tensor("block_table", block_table, (torch.int32,), device=token_positions.device)
+    if isinstance(page_block_size, bool) or not isinstance(page_block_size, int):
+        raise TypeError(f"page_block_size: must be an int, got {type(page_block_size).__name__}")
+    if page_block_size < 1:
+        raise ValueError(f"page_block_size: must be at least 1, got {page_block_size}")
+    if token_positions.ndim != 3:
+        raise ValueError(f"token_positions: must be [b, s_q, topk], got {list(token_positions.shape)}")
+    b = token_positions.shape[0]
+    if block_table.ndim != 2 or block_table.shape[0] != b or block_table.shape[1] < 1:
+        raise ValueError(f"block_table: must be [b = {b}, max_blocks >= 1], got {list(block_table.shape)}")
+    pos = token_positions.long()
+    on_cpu = pos.device.type == "cpu" and pos.numel() > 0
+    capacity = block_table.shape[1] * page_block_size
+    if on_cpu and int(pos.max()) >= capacity:
+        raise ValueError(
+            f"token_positions: must be below max_blocks * page_block_size = {capacity}, got {int(pos.max())}"
+        )
+    # "None" looks up entry 0, which may be garbage, and the result is dropped.
+    logical = (pos.clamp(min=0) // page_block_size).flatten(1)  # [b, s_q * topk]
+    physical = block_table.long().gather(1, logical).view_as(pos)
+    index = torch.where(pos >= 0, physical * page_block_size + pos % page_block_size, -1)
+    if on_cpu and int(index.max()) > torch.iinfo(torch.int32).max:
+        raise ValueError(f"block_table: physical index must fit in int32, got {int(index.max())}")
+    return index.to(torch.int32)
+
+
+def _tile_scales(x: torch.Tensor, rule: str) -> torch.Tensor:
+    """The scale of each tile, fp32 [...], from x fp32 [..., quant_tile]."""
+    amax = x.abs().amax(-1)  # NaN if any value is
+    if rule == "amax":
+        s = (amax / E4M3_MAX).clamp(min=FP32_TINY)
+    else:
+        v = (amax / E4M3_MAX).clamp(min=POW2_FLOOR)
+        mantissa, exponent = torch.frexp(v)  # v = mantissa * 2^exponent, 0.5 <= mantissa < 1
+        exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)  # ceil(log2(v))
+        # The power of two is put together from its bits: exp2 and pow need not be exact on every device.
+        s = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+        s = torch.where(v.isinf(), v, s)
+    return torch.where(amax.isnan(), torch.nan, s)
+
+
+def _planes(cache: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of a checked cache without the gaps: codes, scales and RoPE, each uint8 [num_blocks, page, bytes]."""
+    num_blocks, page = cache.shape[:2]
+    raw, start = cache.view(torch.uint8), cache.storage_offset()
+    if num_blocks == 0:
+        empty = raw.new_empty(0)
+        return tuple(empty.view(0, page, n) for n in (fmt.d_nope, fmt.num_scales * fmt.scale_bytes, fmt.rope_bytes))
+
+    def plane(nbytes: int, row: int, offset: int) -> torch.Tensor:
+        return raw.as_strided((num_blocks, page, nbytes), (cache.stride(0), row, 1), start + offset)
+
+    return (
+        plane(fmt.d_nope, fmt.row_bytes, fmt.nope_offset),
+        plane(fmt.num_scales * fmt.scale_bytes, fmt.scale_row_bytes, fmt.scale_base(page) + fmt.scale_offset),
+        plane(fmt.rope_bytes, fmt.row_bytes, fmt.rope_offset),
+    )
+
+
+def _decode(codes: torch.Tensor, scales: torch.Tensor, rope: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """bf16 [..., d_qk] from the byte planes of the same leading shape."""
+    values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (fmt.num_scales, fmt.quant_tile))
+    s = scales.contiguous().view(torch.float32).unsqueeze(-1)  # [..., num_scales, 1]
+    nope = (values * s).flatten(-2).to(torch.bfloat16)
+    return torch.cat([nope, rope.contiguous().view(torch.bfloat16)], dim=-1)
+
+
+def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: must be a tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype must be {' or '.join(map(str, dtypes))}, got {x.dtype}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name}: must be on {device}, got {x.device}")
+
+
+def _check_cache(name: str, cache: object, fmt: KVFormat) -> None:
+    _check_tensor(name, cache, CACHE_DTYPES)
+    if cache.ndim != 4 or cache.shape[1] < 1 or cache.shape[2] != 1:
+        raise ValueError(
+            f"{name}: must be [num_blocks, page_block_size >= 1, 1, {fmt.bytes_per_token}], got {list(cache.shape)}"
+        )
+    if cache.shape[3] != fmt.bytes_per_token:
+        raise ValueError(
+            f"{name}: last dim must be {fmt.bytes_per_token} bytes for {fmt.name.upper()}, got {cache.shape[3]}"
+        )
+    if cache.stride(3) != 1:
+        raise ValueError(f"{name}: stride(3) must be 1, got {cache.stride(3)}")
+    if cache.shape[1] > 1 and cache.stride(1) != fmt.bytes_per_token:
+        raise ValueError(f"{name}: stride(1) must be {fmt.bytes_per_token}, got {cache.stride(1)}")

@@ -1,0 +1,194 @@
+"""Who does what: `plan_decode` deals the key blocks of all requests to the CTAs of one wave, and a `DecodePlan` holds the result.
+
+A kernel is launched with P parts (CTAs per query token and tile of heads). Each part is a run of consecutive key blocks, all
+about equally long, possibly from several requests; a request that two or more parts share is split, and its pieces are merged
+behind the main kernel (`mla_cute.combine`). The rules, and the records but for their last field, are those of FlashMLA's
+`get_mla_metadata` kernel; `mla_cute.reference.plan` states them, `mla_cute.schedule_kernel` computes them on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import jit, reference
+from .validate import INT32_MAX, MAX_HEADS, Problem
+
+CPU_NUM_SMS = 132  # plans made on the CPU are those of an H100 or H200
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodePlan:
+    """The result of `plan_decode`: for calls of one shape on one device, and for the lengths it was made from.
+
+    Field names are those of the call; `tile_n` (keys a block), `fixed_overhead_blocks` and `config` say how it was made.
+    """
+
+    b: int
+    s_q: int
+    h_q: int
+    topk: int
+    has_topk_length: bool
+    num_parts: int  # P
+    tile_n: int
+    fixed_overhead_blocks: int
+    config: Any
+    metadata: torch.Tensor  # [P, 8] int32, a record a part: see `mla_cute.reference.plan`
+    num_splits: torch.Tensor  # [b + 1] int32: splits of the requests before each request
+
+    @property
+    def device(self) -> torch.device:
+        return self.metadata.device
+
+    def check(
+        self,
+        *,
+        b: int,
+        s_q: int,
+        h_q: int,
+        topk: int,
+        has_topk_length: bool,
+        device: torch.device,
+        config: Any = None,
+    ) -> None:
+        """Raise ValueError naming the first field in which a call differs from what the plan was made for.
+
+        config: the call's; None when the call takes the plan's own. Costs about 1 us. The lengths themselves are on the
+        device and are not compared.
+        """
+        if (
+            (b, s_q, h_q, topk, has_topk_length) == (self.b, self.s_q, self.h_q, self.topk, self.has_topk_length)
+            and device == self.metadata.device
+            and (config is None or config is self.config or config == self.config)
+        ):
+            return
+        call = {"b": b, "s_q": s_q, "h_q": h_q, "topk": topk, "has_topk_length": has_topk_length, "device": device}
+        for name, value in call.items():
+            if value != getattr(self, name):
+                raise ValueError(f"plan: was made for {name} {getattr(self, name)}, got a call with {name} {value}")
+        for name in ("tile_n", "fixed_overhead_blocks"):
+            if getattr(config, name) != getattr(self, name):
+                raise ValueError(
+                    f"plan: was made with config.{name} {getattr(self, name)}, got a call with {getattr(config, name)}"
+                )
+        raise ValueError(f"plan: was made with config {self.config}, got a call with {config}")
+
+
+def plan_decode(
+    q: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    topk_length: torch.Tensor | None = None,
+    config: Any = None,
+    impl: ModuleType | str | None = None,
+) -> DecodePlan:
+    """Plan `sparse_decode` calls with these shapes and lengths: one small kernel, or plain Python for CPU tensors.
+
+    A plan holds for every call with the same b, s_q, h_q, topk, device and config whose `topk_length` holds the same
+    values, whatever q and indices contain: the layers of a model share one. Without `topk_length` it holds as long as the
+    shapes do.
+
+    Args:
+        q: [b, s_q, h_q, d_qk]; only its shape and device matter.
+        indices: [b, s_q, topk]; only its shape and device matter.
+        topk_length: int32 [b] or None: how many entries of `indices` count, clamped to [0, topk].
+        config: the implementation's `Config`, as in `sparse_decode`; default: its `default_config`.
+        impl: the implementation, as in `sparse_decode`; default: `select_impl(q.device)`.
+
+    Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a CUDA
+    graph (after a first call, which compiles): a replay plans anew, from the lengths it finds. With
+    impl=mla_cute.reference the plan is made on the host, and on a GPU the call waits for `topk_length`.
+
+    Raises ValueError or TypeError naming the argument, NotImplementedError for a device without a kernel.
+    """
+    b, s_q, h_q, d_qk, topk = _check(q, indices, topk_length)
+    device, has_topk_length = q.device, topk_length is not None
+    problem = Problem(h_q=h_q, d_qk=d_qk, has_topk_length=has_topk_length)
+    if not isinstance(impl, ModuleType):
+        from .interface import select_impl  # not at the top: interface imports this module
+
+        impl = select_impl(device, impl)
+    if config is None:
+        config = impl.default_config(problem)
+    config.check(problem)
+
+    on_gpu = device.type == "cuda"
+    num_parts = config.num_parts(problem, s_q, _num_sms(device.index) if on_gpu else CPU_NUM_SMS)
+    tile_n, overhead = config.tile_n, config.fixed_overhead_blocks
+    if on_gpu and impl is not reference:  # the reference also serves GPUs that the planner's kernel does not
+        metadata, num_splits = _plan_on_gpu(b, topk, topk_length, num_parts, tile_n, overhead, device)
+    else:
+        keys = reference.sparse_num_keys(b, topk, topk_length)
+        metadata, num_splits = reference.plan(keys, num_parts, tile_n=tile_n, fixed_overhead_blocks=overhead)
+        metadata, num_splits = metadata.to(device), num_splits.to(device)
+    return DecodePlan(b, s_q, h_q, topk, has_topk_length, num_parts, tile_n, overhead, config, metadata, num_splits)
+
+
+def _plan_on_gpu(
+    b: int,
+    topk: int,
+    topk_length: torch.Tensor | None,
+    num_parts: int,
+    tile_n: int,
+    overhead: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """metadata [P, 8] and num_splits [b + 1] by one launch of `schedule_kernel`."""
+    from . import schedule_kernel  # loads the DSL
+
+    cost = b * ((topk - 1) // tile_n + 1 + overhead)  # at most
+    if 2 * cost + num_parts + overhead >= INT32_MAX:  # the farthest point on the kernel's cost axis
+        raise ValueError(f"indices: b * (blocks of topk + {overhead}) must be below about 2**30, got {cost}")
+    use_workspace = schedule_kernel.needs_workspace(b, num_parts)
+    problem = schedule_kernel.PlanProblem(topk_length is not None, use_workspace)
+    kernel = jit.load(schedule_kernel, problem, None, jit.arch_of(device))
+    metadata = torch.empty(num_parts, 8, dtype=torch.int32, device=device)
+    num_splits = torch.empty(b + 1, dtype=torch.int32, device=device)
+    workspace = None
+    if use_workspace:
+        workspace = torch.empty(schedule_kernel.workspace_size(b, num_parts), dtype=torch.int32, device=device)
+    args = (topk_length, topk, tile_n, overhead, workspace, metadata, num_splits)
+    if device.index == torch.cuda.current_device():
+        kernel(*args)
+    else:
+        with torch.cuda.device(device):
+            kernel(*args)
+    return metadata, num_splits
+
+
+@functools.cache
+def _num_sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _check(q, indices, topk_length) -> tuple[int, int, int, int, int]:
+    """(b, s_q, h_q, d_qk, topk) of arguments that can be planned."""
+    for name, t, dims in (
+        ("q", q, "[b, s_q, h_q, d_qk]"),
+        ("indices", indices, "[b, s_q, topk]"),
+        ("topk_length", topk_length, "[b]"),
+    ):
+        if t is None and name == "topk_length":
+            continue
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: must be a torch.Tensor, got {type(t).__name__}")
+        if t.dim() != dims.count(",") + 1:
+            raise ValueError(f"{name}: must be {dims}, got shape {list(t.shape)}")
+        if t.device != q.device:
+            raise ValueError(f"{name}: must be on the device of q ({q.device}), got {t.device}")
+    b, s_q, h_q, d_qk = q.shape
+    topk = indices.shape[2]
+    if s_q < 1 or not 1 <= h_q <= MAX_HEADS:
+        raise ValueError(f"q: must have s_q >= 1 and 1 <= h_q <= {MAX_HEADS}, got shape {list(q.shape)}")
+    if indices.shape[:2] != (b, s_q) or topk < 1:
+        raise ValueError(f"indices: shape must be [b, s_q, topk] = [{b}, {s_q}, 1 or more], got {list(indices.shape)}")
+    if topk_length is not None:
+        if topk_length.dtype != torch.int32:
+            raise TypeError(f"topk_length: dtype must be int32, got {topk_length.dtype}")
+        if topk_length.shape[0] != b:
+            raise ValueError(f"topk_length: shape must be [b] = [{b}], got {list(topk_length.shape)}")
+    return b, s_q, h_q, d_qk, topk

@@ -1,0 +1,70 @@
+"""Thread-level pieces of the SM90 kernels that the DSL has no name for: 16-byte shared-memory access by address, 1-D bulk copies, SW128."""
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32
+from cutlass.cute.arch.nvvm_wrappers import inline_ptx
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+
+def smem_tensor(addr: Int32, dtype, count: int) -> cute.Tensor:
+    """`count` elements at the 16-byte aligned shared address `addr`, as a tensor: loads and stores of 16 bytes vectorise."""
+    ptr = cute.make_ptr(dtype, addr, cute.AddressSpace.smem, assumed_align=16)
+    return cute.make_tensor(ptr, cute.make_layout(count))
+
+
+def load_smem_16b(addr: Int32, dtype=Uint32) -> cute.Tensor:
+    """16 bytes of shared memory into registers [4] of a 32-bit type (ld.shared.v4)."""
+    r = cute.make_rmem_tensor(4, dtype)
+    cute.autovec_copy(smem_tensor(addr, dtype, 4), r)
+    return r
+
+
+def store_smem_16b(addr: Int32, r: cute.Tensor) -> None:
+    """Registers [4] of a 32-bit type to 16 bytes of shared memory (st.shared.v4)."""
+    cute.autovec_copy(r, smem_tensor(addr, r.element_type, 4))
+
+
+def bulk_copy_to_smem(dst: Int32, src: Int64, num_bytes: int, mbar: Int32) -> None:
+    """One lane's 1-D bulk copy global -> shared, 16-byte aligned; the bytes are counted on `mbar` (shared address)."""
+    inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[dst, src, Int32(num_bytes), mbar],
+    )
+
+
+def e4m3_to_bf16(codes: cute.Tensor, scale: Float32) -> cute.Tensor:
+    """16 e4m3 codes (registers [4] x 32 bit) times an fp32 scale -> registers [8] x 32 bit of bf16 pairs, in order.
+
+    e4m3 -> f16 -> f32 is exact, the product is rounded once: bit-equal to bf16(float(code) * scale) for every scale.
+    """
+    values = cute.recast_tensor(codes, Float8E4M3FN).load().to(Float32) * scale
+    bf16 = cute.make_rmem_tensor(16, BFloat16)
+    bf16.store(values.to(BFloat16))
+    return cute.recast_tensor(bf16, Uint32)
+
+
+def fragment_row(thread: Int32) -> Int32:
+    """Row of a warpgroup thread's first accumulator half in a 64-row WGMMA tile; the second half is 8 rows below."""
+    return thread // 32 * 16 + thread % 32 // 4
+
+
+def quad_max(x: Float32) -> Float32:
+    """Maximum over the four lanes that share an accumulator row."""
+    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+
+
+def quad_sum(x: Float32) -> Float32:
+    """Sum over the four lanes that share an accumulator row."""
+    x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
+    return x + cute.arch.shuffle_sync_bfly(x, offset=2)
+
+
+def set_registers(count: int) -> None:
+    """Gives the calling warpgroup `count` registers a thread; 384 threads enter with 168 each."""
+    if count > 168:
+        cute.arch.setmaxregister_increase(count)
+    else:
+        cute.arch.setmaxregister_decrease(count)

@@ -1,0 +1,272 @@
+"""What a call may look like: every check of the user's arguments, and the `Problem` that is left when they pass.
+
+Messages read `argument: what is needed, got what came`; a wrong type or dtype is a TypeError, a wrong value, shape, stride
+or device a ValueError. Nothing here reads a tensor's contents, so nothing waits for a GPU: indices and lengths are trusted.
+
+Speed: a call with a ready plan has about 20 us of host time in all, so a call whose metadata (shapes, strides, dtypes,
+devices, which options are present) passed before is only looked up. Addresses, the scale and requires_grad are not part of
+that key and are looked at every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NoReturn
+
+import torch
+
+HEAD_TILE = 64  # query heads of one CTA tile: the M of one warpgroup MMA
+MAX_HEADS = 128  # two CTA tiles of heads
+D_QK, D_V, TOKEN_BYTES = 576, 512, 656  # V32: 512 latent + 64 RoPE values; 512 e4m3 + 4 fp32 + 64 bf16 in bytes
+ALIGN = 16  # bytes: what a TMA descriptor and a bulk copy ask of every address and stride
+INT32_MAX = 2**31 - 1
+SCALE_MIN, SCALE_MAX = 2.0**-126, 3.4028234663852886e38  # normal fp32 numbers: the kernels take the scale as fp32
+_CACHE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)  # three names for one byte
+_MEMO_ENTRIES = 4096  # shapes of a long-running server: bounded, then forgotten and checked again
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What changes the generated code of one op, and nothing else: half of the compile key, the other half is `Config`.
+
+    Batch, query length, topk, page size and strides are run-time values and do not appear.
+    """
+
+    op: str = "sparse_decode"
+    h_q: int = 128
+    d_qk: int = D_QK
+    d_v: int = D_V
+    kv_format: str = "v32"
+    has_topk_length: bool = False
+    has_attn_sink: bool = False
+
+    @property
+    def head_tiles(self) -> int:
+        """CTA tiles of 64 heads that one query token needs: 1 or 2."""
+        return -(-self.h_q // HEAD_TILE)
+
+
+def check_sparse_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> Problem:
+    """Check the arguments of `mla_cute.sparse_decode` (shapes and units there) and say which problem they are.
+
+    Returns the `Problem`. Raises ValueError or TypeError whose message names the argument, what is needed and what came.
+    Costs about 3 us when the same metadata passed before. Works on the CPU and on CUDA alike; reads no tensor contents.
+    """
+    try:
+        key = (
+            q.shape,
+            q.stride(),
+            q.dtype,
+            q.device,
+            kv_cache.shape,
+            kv_cache.stride(),
+            kv_cache.dtype,
+            kv_cache.device,
+            indices.shape,
+            indices.stride(),
+            indices.dtype,
+            indices.device,
+            None if topk_length is None else _metadata(topk_length),
+            None if attn_sink is None else _metadata(attn_sink),
+            None if out is None else _metadata(out),
+            None if lse is None else _metadata(lse),
+        )
+        problem = _passed.get(key)
+        if (
+            problem is not None
+            and not (q.data_ptr() | kv_cache.data_ptr() | (0 if out is None else out.data_ptr())) % ALIGN
+            and (softmax_scale is None or (type(softmax_scale) is float and SCALE_MIN <= softmax_scale <= SCALE_MAX))
+            and not (torch.is_grad_enabled() and _any_requires_grad(q, kv_cache, attn_sink, out, lse))
+        ):
+            return problem
+    except (AttributeError, TypeError, RuntimeError):
+        key = None  # something is no tensor, or has no strides: the checks below say what
+    problem = _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, out, lse)
+    if key is not None:
+        if len(_passed) >= _MEMO_ENTRIES:
+            _passed.clear()
+        _passed[key] = problem
+    return problem
+
+
+_passed: dict[tuple, Problem] = {}  # metadata that passed before; each has a Problem object of its own
+
+
+# ----- the checks -----------------------------------------------------------------------------------------------------
+
+
+def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, out, lse) -> Problem:
+    # q [b, s_q, h_q, d_qk]
+    _is_tensor("q", q, (torch.bfloat16,), ("b", "s_q", "h_q", "d_qk"))
+    b, s_q, h_q, d_qk = q.shape
+    if q.device.type not in ("cpu", "cuda"):
+        _no("q", "device must be cpu or cuda", q.device)
+    if d_qk != D_QK:
+        _no("q", f"last dim d_qk must be {D_QK} (V32: {D_V} latent + {D_QK - D_V} RoPE values)", d_qk)
+    if not 1 <= h_q <= MAX_HEADS:
+        _no("q", f"h_q (dim 2) must be 1 to {MAX_HEADS}", h_q)
+    if s_q < 1:
+        _no("q", "s_q (dim 1) must be at least 1", s_q)
+    _is_aligned("q", q)
+
+    # kv_cache [num_blocks, page_block_size, 1, 656] bytes
+    _is_tensor("kv_cache", kv_cache, _CACHE_DTYPES, ("num_blocks", "page_block_size", "1", str(TOKEN_BYTES)))
+    num_blocks, page, h_kv, token_bytes = kv_cache.shape
+    if token_bytes != TOKEN_BYTES:
+        _no("kv_cache", f"last dim must be {TOKEN_BYTES} bytes for V32", token_bytes)
+    if h_kv != 1:
+        _no("kv_cache", "h_kv (dim 2) must be 1, MLA has one KV head", h_kv)
+    if page < 1:
+        _no("kv_cache", "page_block_size (dim 1) must be at least 1", page)
+    if num_blocks < 1 and b > 0:
+        _no("kv_cache", "num_blocks (dim 0) must be at least 1 for a non-empty batch", num_blocks)
+    if num_blocks * page > INT32_MAX:
+        _no(
+            "kv_cache",
+            f"num_blocks * page_block_size must be at most {INT32_MAX}, the reach of an int32 index",
+            f"{num_blocks} * {page} = {num_blocks * page}",
+        )
+    if kv_cache.stride(3) != 1:
+        _no("kv_cache", "last dim must be contiguous (stride 1)", f"stride {kv_cache.stride(3)}")
+    if page > 1 and kv_cache.stride(1) != TOKEN_BYTES:
+        _no("kv_cache", f"token stride (dim 1) must be {TOKEN_BYTES} bytes", kv_cache.stride(1))
+    if num_blocks > 1 and kv_cache.stride(0) % ALIGN:
+        _no("kv_cache", f"page stride (dim 0) must be a multiple of {ALIGN} bytes", kv_cache.stride(0))
+    _is_aligned_address("kv_cache", kv_cache)
+
+    # indices [b, s_q, topk]
+    _is_tensor("indices", indices, (torch.int32,), ("b", "s_q", "topk"))
+    topk = indices.shape[2]
+    if indices.shape[:2] != q.shape[:2]:
+        _no("indices", f"shape must be [b, s_q, topk] with b {b}, s_q {s_q} of q", list(indices.shape))
+    if topk < 1:
+        _no("indices", "topk (dim 2) must be at least 1", topk)
+    if topk > 1 and indices.stride(2) != 1:
+        _no("indices", "last dim must be contiguous (stride 1)", f"stride {indices.stride(2)}")
+
+    # options
+    if topk_length is not None:
+        _is_tensor("topk_length", topk_length, (torch.int32,), ("b",))
+        _is_vector("topk_length", topk_length, "b", b)
+    if attn_sink is not None:
+        _is_tensor("attn_sink", attn_sink, (torch.float32,), ("h_q",))
+        _is_vector("attn_sink", attn_sink, "h_q", h_q)
+    if softmax_scale is not None:
+        if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, Real):
+            _no("softmax_scale", "must be a Python float", _type_name(softmax_scale), TypeError)
+        if not SCALE_MIN <= softmax_scale <= SCALE_MAX:  # NaN fails too
+            _no("softmax_scale", f"must be positive and finite in fp32 ({SCALE_MIN:g} to {SCALE_MAX:g})", softmax_scale)
+
+    # outputs
+    if out is not None:
+        _is_tensor("out", out, (torch.bfloat16,), ("b", "s_q", "h_q", "d_v"))
+        _is_shaped("out", out, (b, s_q, h_q, D_V), "[b, s_q, h_q, d_v]")
+        _is_aligned("out", out)
+        _is_writable("out", out)
+    if lse is not None:
+        _is_tensor("lse", lse, (torch.float32,), ("b", "s_q", "h_q"))
+        _is_shaped("lse", lse, (b, s_q, h_q), "[b, s_q, h_q]")
+        if h_q > 1 and lse.stride(2) != 1:
+            _no("lse", "last dim must be contiguous (stride 1)", f"stride {lse.stride(2)}")
+        _is_writable("lse", lse)
+
+    others = (
+        ("kv_cache", kv_cache),
+        ("indices", indices),
+        ("topk_length", topk_length),
+        ("attn_sink", attn_sink),
+        ("out", out),
+        ("lse", lse),
+    )
+    for name, t in others:
+        if t is not None and t.device != q.device:
+            _no(name, f"must be on the device of q ({q.device})", t.device)
+    if torch.is_grad_enabled():
+        for name, t in (("q", q), *others):
+            if t is not None and t.requires_grad:
+                _no(
+                    name,
+                    "must not require grad: sparse_decode has no backward, call it under torch.no_grad() "
+                    f"or pass {name}.detach()",
+                    "requires_grad=True",
+                )
+
+    return Problem("sparse_decode", h_q, d_qk, D_V, "v32", topk_length is not None, attn_sink is not None)
+
+
+def _is_tensor(name: str, t: Any, dtypes: tuple[torch.dtype, ...], dims: tuple[str, ...]) -> None:
+    if not isinstance(t, torch.Tensor):
+        _no(name, "must be a torch.Tensor", _type_name(t), TypeError)
+    if t.layout != torch.strided:
+        _no(name, "must be a dense (strided) tensor", t.layout, TypeError)
+    if t.dtype not in dtypes:
+        _no(name, f"dtype must be {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}", t.dtype, TypeError)
+    if t.dim() != len(dims):
+        _no(name, f"must have {len(dims)} dim{'s' * (len(dims) > 1)} [{', '.join(dims)}]", f"shape {list(t.shape)}")
+
+
+def _is_aligned(name: str, t: torch.Tensor) -> None:
+    """Last dim contiguous; address and the strides that are walked (dims of size > 1) multiples of 16 bytes."""
+    if t.stride(-1) != 1:
+        _no(name, "last dim must be contiguous (stride 1)", f"stride {t.stride(-1)}")
+    size = t.element_size()
+    for i in range(t.dim() - 1):
+        if t.shape[i] > 1 and t.stride(i) * size % ALIGN:
+            _no(
+                name,
+                f"stride of dim {i} must be a multiple of {ALIGN} bytes ({ALIGN // size} elements)",
+                f"{t.stride(i)} elements",
+            )
+    _is_aligned_address(name, t)
+
+
+def _is_aligned_address(name: str, t: torch.Tensor) -> None:
+    if t.data_ptr() % ALIGN:
+        _no(name, f"first element must be {ALIGN}-byte aligned", f"an address {t.data_ptr() % ALIGN} bytes past one")
+
+
+def _is_shaped(name: str, t: torch.Tensor, shape: tuple[int, ...], dims: str) -> None:
+    if tuple(t.shape) != shape:
+        _no(name, f"shape must be {dims} = {list(shape)}", list(t.shape))
+
+
+def _is_vector(name: str, t: torch.Tensor, dim: str, size: int) -> None:
+    _is_shaped(name, t, (size,), f"[{dim}]")
+    if not t.is_contiguous():
+        _no(name, "must be contiguous (stride 1)", f"stride {t.stride(0)}")
+
+
+def _is_writable(name: str, t: torch.Tensor) -> None:
+    """No two elements share an address, as in an expanded view: dims from inner to outer must step over one another."""
+    extent = 1  # elements from the first to one past the last
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape) if size > 1):
+        if stride < extent:
+            _no(name, "elements must not share memory", f"shape {list(t.shape)} with strides {list(t.stride())}")
+        extent += stride * (size - 1)
+
+
+def _metadata(t: torch.Tensor) -> tuple:
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+def _any_requires_grad(*tensors: torch.Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _type_name(x: Any) -> str:
+    return type(x).__name__ if type(x).__module__ == "builtins" else f"{type(x).__module__}.{type(x).__name__}"
+
+
+def _no(name: str, needed: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"{name}: {needed}, got {got}")

@@ -1,0 +1,313 @@
+"""The plan: errors of DecodePlan and plan_decode, the closed form behind the device planner, the planner itself."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from mla_cute import DecodePlan, jit, plan_decode, reference, schedule
+from mla_cute.testing import assert_bitwise
+from mla_cute.validate import Problem
+
+TOPK = 2048
+
+
+def shapes(b, s_q=1, h_q=128, topk=TOPK, device="cpu"):
+    """q and indices for plan_decode, which looks at their shapes only: no memory behind them."""
+    q = torch.empty(1, dtype=torch.bfloat16, device=device).expand(b, s_q, h_q, 576)
+    return q, torch.empty(1, dtype=torch.int32, device=device).expand(b, s_q, topk)
+
+
+# ---- DecodePlan and plan_decode on the CPU
+
+
+def test_plan_on_cpu_is_the_references():
+    lengths = torch.tensor([0, 5, 64, 65, 5000, -3, TOPK], dtype=torch.int32)
+    for length in (None, lengths):
+        plan = plan_decode(*shapes(7, s_q=2), topk_length=length)
+        keys = reference.sparse_num_keys(7, TOPK, length)
+        metadata, num_splits = reference.plan(keys, 33)  # 132 SMs // (2 query tokens * 2 head tiles)
+        assert_bitwise(plan.metadata, metadata)
+        assert_bitwise(plan.num_splits, num_splits)
+        assert (plan.b, plan.s_q, plan.h_q, plan.topk, plan.num_parts) == (7, 2, 128, TOPK, 33)
+        assert (plan.tile_n, plan.fixed_overhead_blocks, plan.has_topk_length) == (64, 5, length is not None)
+        assert isinstance(plan, DecodePlan) and plan.config == reference.Config()
+
+
+def test_plan_takes_config_and_impl():
+    config = reference.Config(tile_n=32, fixed_overhead_blocks=1)
+    for impl in (None, reference, "mla_cute.reference"):
+        plan = plan_decode(*shapes(3), config=config, impl=impl)
+        assert_bitwise(plan.metadata, reference.plan([TOPK] * 3, 66, tile_n=32, fixed_overhead_blocks=1)[0])
+        assert (plan.tile_n, plan.fixed_overhead_blocks, plan.config) == (32, 1, config)
+    with pytest.raises(ValueError, match="tile_n"):
+        plan_decode(*shapes(3), config=reference.Config(tile_n=0))
+
+
+def test_empty_batch():
+    plan = plan_decode(*shapes(0))
+    assert plan.metadata.tolist() == [[0, -1, 0, 0, 0, 0, 0, 0]] * 66
+    assert plan.num_splits.tolist() == [0]
+
+
+CALL = {"b": 7, "s_q": 1, "h_q": 128, "topk": TOPK, "has_topk_length": False, "device": torch.device("cpu")}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"b": 8}, "plan: was made for b 7, got a call with b 8"),
+        ({"s_q": 2}, "s_q 1, got a call with s_q 2"),
+        ({"h_q": 64}, "h_q 128, got a call with h_q 64"),
+        ({"topk": 64}, "topk 2048, got a call with topk 64"),
+        ({"has_topk_length": True}, "has_topk_length False, got a call with has_topk_length True"),
+        ({"device": torch.device("cuda", 0)}, "device cpu, got a call with device cuda:0"),
+        ({"config": reference.Config(tile_n=32)}, "config.tile_n 64, got a call with 32"),
+        ({"config": reference.Config(fixed_overhead_blocks=3)}, "config.fixed_overhead_blocks 5, got a call with 3"),
+    ],
+)
+def test_check_names_the_field(change, message):
+    plan = plan_decode(*shapes(7))
+    plan.check(**CALL)
+    plan.check(**CALL, config=reference.Config())
+    with pytest.raises(ValueError, match="^plan: ") as error:
+        plan.check(**{**CALL, **change})
+    assert message in str(error.value)
+
+
+def test_check_compares_the_whole_config():
+    @dataclasses.dataclass(frozen=True)
+    class Config(reference.Config):
+        num_stages: int = 2
+
+    plan = plan_decode(*shapes(7), config=Config())
+    plan.check(**CALL, config=Config())
+    with pytest.raises(ValueError, match=r"num_stages=2.*num_stages=3"):
+        plan.check(**CALL, config=Config(num_stages=3))
+
+
+@pytest.mark.parametrize(
+    ("q", "indices", "topk_length", "error", "message"),
+    [
+        ((2, 1, 128), (2, 1, 64), None, ValueError, "q: must be [b, s_q, h_q, d_qk], got shape [2, 1, 128]"),
+        ((2, 1, 129, 576), (2, 1, 64), None, ValueError, "1 <= h_q <= 128, got shape [2, 1, 129, 576]"),
+        ((2, 1, 128, 576), (3, 1, 64), None, ValueError, "indices: shape must be [b, s_q, topk] = [2, 1, 1 or more]"),
+        ((2, 1, 128, 576), (2, 1, 0), None, ValueError, "got [2, 1, 0]"),
+        ((2, 1, 128, 576), None, None, TypeError, "indices: must be a torch.Tensor, got NoneType"),
+        ((2, 1, 128, 576), (2, 1, 64), torch.zeros(2), TypeError, "topk_length: dtype must be int32"),
+        ((2, 1, 128, 576), (2, 1, 64), torch.zeros(3, dtype=torch.int32), ValueError, "must be [b] = [2], got [3]"),
+        ((2, 1, 128, 576), (2, 1, 64), torch.zeros(2, 1, dtype=torch.int32), ValueError, "topk_length: must be [b]"),
+        ((2, 1, 128, 576), (2, 1, 64), torch.zeros(2, device="meta"), ValueError, "on the device of q (cpu), got meta"),
+    ],
+)
+def test_errors(q, indices, topk_length, error, message):
+    with pytest.raises(error) as raised:
+        plan_decode(torch.empty(q), None if indices is None else torch.empty(indices), topk_length=topk_length)
+    assert message in str(raised.value)
+
+
+# ---- the closed form: what schedule_kernel computes, against the walk of reference.plan
+
+
+def closed_form(blocks, num_parts, overhead):
+    """The three steps of schedule_kernel on numpy arrays, names as there."""
+    b = len(blocks)
+    cost = np.concatenate([[0], np.cumsum(np.asarray(blocks, dtype=np.int64) + overhead)])
+    total = cost[b]
+    payload = -(-total // num_parts) + overhead
+    cuts = [(0, 0, 0, 0, 0)]  # request, block, split, count, requests cut
+    x = 0
+    while cuts[-1][0] < b:
+        req, _, split, count, num_cut = cuts[-1]
+        y = x + payload
+        next_req = int(np.searchsorted(cost, y, side="right")) - 1
+        x = min(max(y - overhead, cost[next_req]), total)
+        assert y <= 2 * total + num_parts + overhead  # what _plan_on_gpu keeps below 2**31
+        is_cut = int(x > cost[next_req])
+        split = split + 1 if next_req == req else is_cut
+        cuts.append((next_req, int(x - cost[next_req]), split, count + is_cut, num_cut + (split == 1)))
+    used = len(cuts) - 1
+    assert used <= num_parts and cuts[-1][:2] == (b, 0)
+    slots = [count + num_cut - (block > 0) for _, block, _, count, num_cut in cuts]
+
+    metadata = np.zeros((num_parts, 8), dtype=np.int32)
+    num_splits = np.zeros(b + 1, dtype=np.int32)
+    for p in range(num_parts):
+        if p >= used:
+            metadata[p] = [b, b - 1, 0, 0, 0, 0, 0, slots[used]]
+            continue
+        (req, block, split, count, _), (next_req, next_block, *_) = cuts[p], cuts[p + 1]
+        first, last = int(block > 0), int(next_block > 0)
+        end_req = next_req - 1 + last
+        end_block = next_block or cost[next_req] - cost[end_req] - overhead
+        if req == end_req:
+            first = last = first | last
+        metadata[p] = [req, end_req, block, end_block, split, first, last, slots[p]]
+        num_splits[req + 1 : next_req + 1] = np.arange(req + 1, next_req + 1) + count
+    return metadata, num_splits
+
+
+def random_lengths(rng, b, topk):
+    """Lengths of one of several characters; many at block borders, where an off-by-one would show."""
+    kind = rng.randrange(6)
+    if kind == 0:
+        return [topk] * b
+    if kind == 1:
+        return [0] * b
+    if kind == 2:  # one giant among dwarfs
+        lengths = [rng.randrange(0, 3) for _ in range(b)]
+        lengths[rng.randrange(b)] = topk
+        return lengths
+    if kind == 3:
+        return [rng.randrange(topk + 1) for _ in range(b)]
+    if kind == 4:
+        return [min(topk, 64 * rng.randrange(topk // 64 + 1) + rng.choice((-1, 0, 1))) for _ in range(b)]
+    return [int(topk * rng.random() ** 8) for _ in range(b)]
+
+
+def test_closed_form_is_the_walk():
+    rng = random.Random(0)
+    for _ in range(4000):
+        b = rng.choice((1, 2, 3, 7, 33, 74, 128, 300))
+        topk = rng.choice((1, 63, 64, 65, 128, 640, 2048, 8192))
+        num_parts = rng.choice((1, 2, 3, 16, 33, 66, 132, 148, 500))
+        overhead = rng.choice((5, 5, 5, 3, 1, 0, 17))
+        keys = [max(n, 1) for n in random_lengths(rng, b, topk)]
+        metadata, num_splits = closed_form([(n - 1) // 64 + 1 for n in keys], num_parts, overhead)
+        expected = reference.plan(keys, num_parts, fixed_overhead_blocks=overhead)
+        case = (b, topk, num_parts, overhead, keys)
+        assert (metadata == expected[0].numpy()).all(), case
+        assert (num_splits == expected[1].numpy()).all(), case
+
+
+def test_cost_limit(monkeypatch):
+    """The planner's 32-bit arithmetic refuses what it cannot count, before anything is launched."""
+    monkeypatch.setattr(jit, "load", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ValueError, match=r"indices: b \* \(blocks of topk \+ 5\) must be below about 2\*\*30, got"):
+        schedule._plan_on_gpu(2**25, 64 * 32, None, 132, 64, 5, torch.device("cuda", 0))
+
+
+# ---- the kernel
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("use_workspace", [False, True], ids=["shared", "workspace"])
+@pytest.mark.parametrize("has_topk_length", [False, True], ids=["uniform", "topk_length"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_compiles_without_spills(arch, has_topk_length, use_workspace):
+    from mla_cute import schedule_kernel
+
+    found = jit.inspect(schedule_kernel, schedule_kernel.PlanProblem(has_topk_length, use_workspace), None, arch)
+    (name, usage), *others = found.resources.items()
+    assert name.startswith(f"mla_schedule_{arch[:-1].replace('_', '')}") and not others
+    assert usage["REG"] <= 64 and usage["STACK"] == 0 and usage["LOCAL"] == 0
+    assert found.spill_bytes == 0 and not found.advisories
+    assert "ld.local" not in found.ptx[0] and "ld.global.nc" not in found.ptx[0]  # .nc: the workspace is also written
+
+
+LENGTHS = {
+    "uniform": None,
+    "zero": lambda g, b: torch.zeros(b),
+    "full": lambda g, b: torch.full((b,), TOPK),
+    "random": lambda g, b: torch.randint(0, TOPK + 1, (b,), generator=g),
+    "skewed": lambda g, b: TOPK * torch.rand(b, generator=g) ** 8,
+    "giant": lambda g, b: torch.where(torch.arange(b) == b // 2, TOPK, 1),
+    "wild": lambda g, b: torch.randint(-(2**31), 2**31 - 1, (b,), generator=g),
+    "borders": lambda g, b: 64 * torch.randint(0, 33, (b,), generator=g) + torch.randint(-1, 2, (b,), generator=g),
+}
+
+
+def make_lengths(kind, b, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return None if LENGTHS[kind] is None else LENGTHS[kind](g, b).to(torch.int32)
+
+
+def assert_plan_is_reference(metadata, num_splits, b, topk, lengths, tile_n=64, overhead=5):
+    keys = reference.sparse_num_keys(b, topk, lengths)
+    expected = reference.plan(keys, metadata.shape[0], tile_n=tile_n, fixed_overhead_blocks=overhead)
+    assert_bitwise(metadata.cpu(), expected[0], name="metadata")
+    assert_bitwise(num_splits.cpu(), expected[1], name="num_splits")
+
+
+@pytest.fixture
+def device():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize("b", [1, 2, 31, 32, 33, 74, 128, 1023, 1024, 1025, 4096, 16384, 16385, 65536])
+def test_device_plan_is_the_references(device, b, kind):
+    lengths = make_lengths(kind, b)
+    on_device = None if lengths is None else lengths.to(device)
+    # The reference takes 0.1 s for 65536 requests.
+    for num_parts in (1, 2, 33, 66, 132, 148, 1024, 1025) if b <= 4096 else (33, 132, 1025):
+        for tile_n, overhead in ((64, 5), (32, 0)) if b <= 4096 else ((64, 5),):
+            plan = schedule._plan_on_gpu(b, TOPK, on_device, num_parts, tile_n, overhead, device)
+            assert_plan_is_reference(*plan, b, TOPK, lengths, tile_n, overhead)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_workspace_variant_on_small_batches(device, kind, monkeypatch):
+    from mla_cute import schedule_kernel
+
+    monkeypatch.setattr(schedule_kernel, "needs_workspace", lambda b, num_parts: True)
+    for b in (1, 74, 1025):
+        lengths = make_lengths(kind, b)
+        on_device = None if lengths is None else lengths.to(device)
+        plan = schedule._plan_on_gpu(b, TOPK, on_device, 132, 64, 5, device)
+        assert_plan_is_reference(*plan, b, TOPK, lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("s_q", "h_q", "topk"), [(1, 64, 64), (1, 128, 2048), (2, 128, 640), (3, 1, 1), (200, 128, 128)])
+def test_plan_decode_on_the_device(device, s_q, h_q, topk):
+    for b in (1, 74, 300):
+        for kind in ("uniform", "random"):
+            lengths = make_lengths(kind, b)
+            on_device = None if lengths is None else lengths.to(device)
+            plan = plan_decode(*shapes(b, s_q, h_q, topk, device), topk_length=on_device)
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            assert plan.num_parts == plan.config.num_parts(Problem(h_q=h_q), s_q, num_sms) == plan.metadata.shape[0]
+            assert plan.device == device
+            assert_plan_is_reference(plan.metadata, plan.num_splits, b, topk, lengths)
+
+
+@pytest.mark.gpu
+def test_strided_lengths(device):
+    lengths = make_lengths("random", 74)
+    spread = torch.full((74, 3), -1, dtype=torch.int32)
+    spread[:, 1] = lengths
+    plan = plan_decode(*shapes(74, device=device), topk_length=spread.to(device)[:, 1])
+    assert_plan_is_reference(plan.metadata, plan.num_splits, 74, TOPK, lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("b", [74, 20000])
+def test_captured_plan_follows_the_lengths(device, b):
+    lengths = make_lengths("random", b).to(device)
+    q, indices = shapes(b, device=device)
+    plan_decode(q, indices, topk_length=lengths)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = plan_decode(q, indices, topk_length=lengths)
+    for kind in ("skewed", "zero", "giant"):
+        new = make_lengths(kind, b, seed=1)
+        lengths.copy_(new)
+        graph.replay()
+        assert_plan_is_reference(plan.metadata, plan.num_splits, b, TOPK, new)
+
+
+@pytest.mark.gpu
+def test_repeated_plans_are_equal(device):
+    """A race between the steps would show as a difference sooner or later."""
+    lengths = make_lengths("random", 4096).to(device)
+    first = schedule._plan_on_gpu(4096, TOPK, lengths, 132, 64, 5, device)
+    for _ in range(200):
+        again = schedule._plan_on_gpu(4096, TOPK, lengths, 132, 64, 5, device)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
