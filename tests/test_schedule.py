@@ -265,7 +265,9 @@ def test_workspace_variant_on_small_batches(device, kind, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("s_q", "h_q", "topk"), [(1, 64, 64), (1, 128, 2048), (2, 128, 640), (3, 1, 1), (200, 128, 128)])
+@pytest.mark.parametrize(
+    ("s_q", "h_q", "topk"), [(1, 64, 64), (1, 128, 2048), (2, 128, 640), (3, 1, 1), (200, 128, 128)]
+)
 def test_plan_decode_on_the_device(device, s_q, h_q, topk):
     for b in (1, 74, 300):
         for kind in ("uniform", "random"):

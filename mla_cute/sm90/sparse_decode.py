@@ -392,37 +392,38 @@ class SparseDecode:
                     slot = Int32(turn % slots)
                     base = raw_warp + slot * (4 * pitch)
                     cute.arch.mbarrier_wait(full_warp + slot, Int32(turn // slots % 2))
-                    if g == 0:
-                        cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
-                    ok = (mask >> (4 * g + row)) & 1 == 1
-                    rope_ok = (mask >> (4 * g + rope_row)) & 1 == 1
                     scales = load_smem_16b(base + row * pitch + V32.scale_offset, Float32)
-                    rope = load_smem_16b(base + rope_row * pitch + V32.rope_offset + rope_piece * 16)
-                    # Row r of a tile is 128 bytes; its 16-byte chunk j lies at j ^ (r % 8).
-                    swizzle = ((2 * piece) ^ (row + 4 * (g & 1))) * 16
-                    row_base = stage_base + odd_tile * tile_bytes + (16 * w + 4 * g + row) * 128
-                    # Skipped tokens become zero rows: P is 0 there, and 0 * NaN must not reach O.
-                    if not ok:
-                        scales.fill(0.0)
-                    if not rope_ok:
-                        rope.fill(0)
+                    codes = cute.make_rmem_tensor((4, 4), Uint32)  # 16 codes, of tile 2c + odd_tile
                     for c in cutlass.range_constexpr(4):
-                        codes = load_smem_16b(base + row * pitch + (2 * c + odd_tile) * SW128_COLUMNS + piece * 16)
-                        if not ok:
-                            codes.fill(0)
-                        bf16 = e4m3_to_bf16(codes, scales[c])
-                        tile_base = row_base + 2 * c * tile_bytes
-                        store_smem_16b(tile_base + swizzle, cute.make_tensor(bf16.iterator, 4))
-                        store_smem_16b(tile_base + (swizzle ^ 16), cute.make_tensor(bf16.iterator + 4, 4))
-                    rope_swizzle = (rope_piece ^ (rope_row + 4 * (g & 1))) * 16
-                    rope_tile = stage_base + (self.num_tiles - 1) * tile_bytes
-                    store_smem_16b(rope_tile + (16 * w + 4 * g + rope_row) * 128 + rope_swizzle, rope)
+                        piece_addr = base + row * pitch + (2 * c + odd_tile) * SW128_COLUMNS + piece * 16
+                        codes[None, c].store(load_smem_16b(piece_addr).load())
+                    rope = load_smem_16b(base + rope_row * pitch + V32.rope_offset + rope_piece * 16)
                     cute.arch.sync_warp()  # every lane has read the slot before its refill is issued
                     ahead = g + slots
                     if ahead < groups:
                         self.fill(raw_warp, full_warp, slot, ahead, lane, src, mask)
                     else:
                         self.fill(raw_warp, full_warp, slot, ahead - groups, lane, next_src, next_mask)
+                    if g == 0:
+                        cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
+                    # Skipped tokens become zero rows: P is 0 there, and 0 * NaN must not reach O.
+                    if (mask >> (4 * g)) & 15 != 15:
+                        if (mask >> (4 * g + row)) & 1 == 0:
+                            scales.fill(0.0)
+                            codes.fill(0)
+                        if (mask >> (4 * g + rope_row)) & 1 == 0:
+                            rope.fill(0)
+                    # Row r of a tile is 128 bytes; its 16-byte chunk j lies at j ^ (r % 8).
+                    swizzle = ((2 * piece) ^ (row + 4 * (g & 1))) * 16
+                    row_base = stage_base + odd_tile * tile_bytes + (16 * w + 4 * g + row) * 128
+                    for c in cutlass.range_constexpr(4):
+                        bf16 = e4m3_to_bf16(codes[None, c], scales[c])
+                        tile_base = row_base + 2 * c * tile_bytes
+                        store_smem_16b(tile_base + swizzle, cute.make_tensor(bf16.iterator, 4))
+                        store_smem_16b(tile_base + (swizzle ^ 16), cute.make_tensor(bf16.iterator + 4, 4))
+                    rope_swizzle = (rope_piece ^ (rope_row + 4 * (g & 1))) * 16
+                    rope_tile = stage_base + (self.num_tiles - 1) * tile_bytes
+                    store_smem_16b(rope_tile + (16 * w + 4 * g + rope_row) * 128 + rope_swizzle, rope)
                 if lane == 0:
                     cute.make_tensor(valid + stage * 4, 4)[w] = cutlass.Uint16(mask)
                 cute.arch.fence_proxy("async.shared", space="cta")  # K's generic stores become visible to WGMMA
