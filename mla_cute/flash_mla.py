@@ -2,8 +2,8 @@
 
     from mla_cute.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-This version has sparse decode on the V32 FP8 cache. Unlike FlashMLA it takes any number of heads from 1 to 128, any topk
-and a topk_length on every architecture. Dense decode, extra keys and sparse prefill raise NotImplementedError.
+This version has sparse decode on the V32 FP8 cache. Unlike FlashMLA it takes any number of heads from 1 to 128, any
+topk and a topk_length on every architecture. Dense decode, extra keys and sparse prefill raise NotImplementedError.
 
 Where FlashMLA asserts, this raises AssertionError too; what its native code rejects is ValueError, TypeError or
 NotImplementedError here, as everywhere in mla_cute (where k_cache is called kv_cache).
@@ -27,8 +27,8 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"
 class FlashMLASchedMeta:
     """The plan of one decode step: made by the first `flash_mla_with_kvcache` that gets it, used by the later ones.
 
-    Reuse it (one step's layers) as long as shapes, flags and the values of topk_length stay the same; the values are not
-    compared. Setting `tile_scheduler_metadata` to None makes the next call plan again.
+    Reuse it (one step's layers) as long as shapes, flags and the values of topk_length stay the same; the values are
+    not compared. Setting `tile_scheduler_metadata` to None makes the next call plan again.
     """
 
     @dataclass
@@ -75,12 +75,12 @@ def get_mla_metadata(
 ) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
     """What `flash_mla_with_kvcache` takes as tile_scheduler_metadata and num_splits.
 
-    Called without arguments, or for dense attention (topk None): an empty `FlashMLASchedMeta` and None, the form of 2026,
-    which ignores whatever arguments it gets. The first `flash_mla_with_kvcache` fills it.
+    Called without arguments, or for dense attention (topk None): an empty `FlashMLASchedMeta` and None, the form of
+    2026, which ignores whatever arguments it gets. The first `flash_mla_with_kvcache` fills it.
 
     Called for sparse attention as in 2025, with cache_seqlens [b] int32 (only its size and device matter),
-    num_q_tokens_per_head_k = s_q * h_q / h_k, num_heads_k = 1, num_heads_q, is_fp8_kvcache=True and topk: the plan as two
-    int32 tensors, metadata [P, 8] and num_splits [b + 1].
+    num_q_tokens_per_head_k = s_q * h_q / h_k, num_heads_k = 1, num_heads_q, is_fp8_kvcache=True and topk: the plan as
+    two int32 tensors, metadata [P, 8] and num_splits [b + 1].
 
     Raises TypeError or ValueError, naming the argument, for sparse arguments that describe no call.
     """
@@ -136,21 +136,21 @@ def flash_mla_with_kvcache(
     """MLA decode with a paged cache; sparse (indices given) on the V32 FP8 cache.
 
     Args:
-        q [b, s_q, h_q, 576] bf16, k_cache [num_blocks, page_block_size, 1, 656], indices [b, s_q, topk] int32, topk_length
-            [b] int32, attn_sink [h_q] fp32, softmax_scale (default 576 ** -0.5), out [b, s_q, h_q, 512]: as in
-            `mla_cute.sparse_decode`.
+        q [b, s_q, h_q, 576] bf16, k_cache [num_blocks, page_block_size, 1, 656], indices [b, s_q, topk] int32,
+            topk_length [b] int32, attn_sink [h_q] fp32, softmax_scale (default 576 ** -0.5), out [b, s_q, h_q, 512]: as
+            in `mla_cute.sparse_decode`.
         block_table, cache_seqlens: of dense attention; ignored, None is fine.
         head_dim_v: 512. causal: False. is_fp8_kvcache: True.
-        tile_scheduler_metadata, num_splits: what `get_mla_metadata` returned. A `FlashMLASchedMeta` (num_splits None) is
-            planned once and reused. A pair of tensors may be a copy in larger buffers; since nothing ties their contents
-            to this call, they are checked for kind and size only and each call plans anew (one small launch).
+        tile_scheduler_metadata, num_splits: what `get_mla_metadata` returned. A `FlashMLASchedMeta` (num_splits None)
+            is planned once and reused. A pair of tensors may be a copy in larger buffers; since nothing ties their
+            contents to this call, they are checked for kind and size only and each call plans anew (one small launch).
 
     Returns: out [b, s_q, h_q, 512] bf16, and lse [b, h_q, s_q] fp32, natural log, +inf where nothing is attended: a
         transposed view, not contiguous.
 
     Raises AssertionError where FlashMLA does: a call that differs from the first one of the same FlashMLASchedMeta, or
-    causal or not is_fp8_kvcache with indices. NotImplementedError for dense attention and extra keys. Otherwise ValueError
-    or TypeError.
+    causal or not is_fp8_kvcache with indices. NotImplementedError for dense attention and extra keys. Otherwise
+    ValueError or TypeError.
     """
     for name, value in (
         ("extra_k_cache", extra_k_cache),
@@ -231,8 +231,8 @@ def _is_plan_like(metadata, num_splits, q: torch.Tensor) -> None:
     b = q.shape[0]
     _assert(
         isinstance(metadata, torch.Tensor),
-        "tile_scheduler_metadata: must be what get_mla_metadata returned (a FlashMLASchedMeta, or a tensor with num_splits "
-        f"beside it), got {type(metadata).__name__}",
+        "tile_scheduler_metadata: must be what get_mla_metadata returned (a FlashMLASchedMeta, or a tensor "
+        f"with num_splits beside it), got {type(metadata).__name__}",
     )
     if metadata.dtype != torch.int32 or metadata.dim() != 2 or metadata.shape[0] < 1 or metadata.shape[1] != 8:
         _no("tile_scheduler_metadata", "must be int32 [P, 8]", f"{metadata.dtype} {list(metadata.shape)}")

@@ -1,4 +1,4 @@
-"""The public op: sparse_decode. Validate → plan → compile (cached) → launch; the kernel's host function merges the splits.
+"""The public op: sparse_decode. Validate → plan → compile (cached) → launch; the compiled function merges the splits.
 
 CPU tensors take the reference through the same path, CUDA tensors the kernel of their architecture (`select_impl`).
 """
@@ -45,32 +45,35 @@ def sparse_decode(
     lse = ln Σ exp(x_j); out = Σ exp(x_j - lse) v_j, times exp(lse) / (exp(lse) + exp(sink)) where there is a sink.
 
     Args:
-        q: [b, s_q, h_q, 576] bf16; 1 to 128 heads. Last dim contiguous, address and other strides multiples of 16 bytes.
-        kv_cache: [num_blocks, page_block_size, 1, 656] in uint8, int8 or float8_e4m3fn: V32 records (`quantize_kv_cache`),
-            tokens of a page 656 bytes apart, address and page stride multiples of 16 bytes; gaps between pages are not
-            read. At most 2**31 - 1 tokens.
-        indices: [b, s_q, topk] int32, page * page_block_size + offset (`to_cache_indices`), last dim contiguous, topk >= 1.
-            Negative entries are skipped wherever they stand, duplicates count each time; all others are trusted: an
-            index past the cache reads foreign memory.
+        q: [b, s_q, h_q, 576] bf16; 1 to 128 heads. Last dim contiguous, address and other strides multiples of 16
+            bytes.
+        kv_cache: [num_blocks, page_block_size, 1, 656] in uint8, int8 or float8_e4m3fn: V32 records
+            (`quantize_kv_cache`), tokens of a page 656 bytes apart, address and page stride multiples of 16 bytes; gaps
+            between pages are not read. At most 2**31 - 1 tokens.
+        indices: [b, s_q, topk] int32, page * page_block_size + offset (`to_cache_indices`), last dim contiguous, topk
+            >= 1. Negative entries are skipped wherever they stand, duplicates count each time; all others are trusted:
+            an index past the cache reads foreign memory.
         softmax_scale: positive; default 576 ** -0.5.
-        topk_length: [b] int32; only the first topk_length[r] entries of request r's lists are looked at. Values are clamped
-            to [0, topk].
+        topk_length: [b] int32; only the first topk_length[r] entries of request r's lists are looked at. Values are
+            clamped to [0, topk].
         attn_sink: [h_q] fp32, natural-log units: one more logit a head, without a value. -inf has no effect, +inf gives
             out = 0.
         plan: from `plan_decode`, for calls with the same shapes and the same topk_length values; saves the planner's
             launch. Default: planned in this call, on the device, without a host sync.
         config: the implementation's `Config`; default plan.config, or `default_config` of the implementation.
-        impl: another implementation: a module with `Config`, `default_config` and `compile`, its importable name, or the
-            path of its .py file. Default: `select_impl(q.device)`.
-        out: [b, s_q, h_q, 512] bf16, where to write; last dim contiguous, address and other strides multiples of 16 bytes.
+        impl: another implementation: a module with `Config`, `default_config` and `compile`, its importable name, or
+            the path of its .py file. Default: `select_impl(q.device)`.
+        out: [b, s_q, h_q, 512] bf16, where to write; last dim contiguous, address and other strides multiples of 16
+            bytes.
         lse: [b, s_q, h_q] fp32, where to write; last dim contiguous. Neither may overlap another argument.
 
     Returns: (out, lse). lse is in natural log and never includes the sink. A query token that attends to nothing gets
         out = 0 and lse = +inf. An empty batch (b = 0) returns empty tensors and launches nothing.
 
-    Work is queued on torch's current stream of q's device and the call does not wait for it; capturing it in a CUDA graph
-    is fine. Results are deterministic: the same bits for the same inputs and plan. Scratch: 2 * plan.num_parts * s_q * h_q
-    * 513 fp32 values whatever b is (about 35 MB on 132 SMs), nothing if num_parts is 1. There is no backward.
+    Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a
+    CUDA graph (call it once before: a first call compiles); without a plan, each replay plans anew. Results are
+    deterministic: the same bits for the same inputs and plan. Scratch: 2 * plan.num_parts * s_q * h_q * 513 fp32 values
+    whatever b is (about 35 MB on 132 SMs), nothing if num_parts is 1. There is no backward.
 
     Raises ValueError or TypeError naming the argument, what is needed and what came; NotImplementedError when the
     device's architecture has no kernel or the DSL cannot compile it. All of them before anything is launched.
@@ -167,11 +170,11 @@ def _prepare(problem, plan, config, impl, q, indices, topk_length) -> _Ready:
 def select_impl(device: torch.device | str, impl: ModuleType | str | None = None) -> ModuleType:
     """The module whose kernel `sparse_decode` runs on `device`: its `__name__` says which.
 
-    impl: None for the shipped choice (`mla_cute.reference` on the CPU, the kernel of the GPU's architecture on CUDA), else
-    what `sparse_decode` takes: a module, its importable name, or the path of its .py file.
+    impl: None for the shipped choice (`mla_cute.reference` on the CPU, the kernel of the GPU's architecture on CUDA),
+    else what `sparse_decode` takes: a module, its importable name, or the path of its .py file.
 
-    Raises NotImplementedError when the architecture has no kernel, ValueError when `impl` cannot be found, TypeError when
-    it is no implementation.
+    Raises NotImplementedError when the architecture has no kernel, ValueError when `impl` cannot be found, TypeError
+    when it is no implementation.
     """
     if impl is None:
         return _shipped_impl(torch.device(device))

@@ -1,9 +1,10 @@
-"""Who does what: `plan_decode` deals the key blocks of all requests to the CTAs of one wave, and a `DecodePlan` holds the result.
+"""Who does what: `plan_decode` deals the key blocks of all requests to one wave of CTAs; a `DecodePlan` holds it.
 
-A kernel is launched with P parts (CTAs per query token and tile of heads). Each part is a run of consecutive key blocks, all
-about equally long, possibly from several requests; a request that two or more parts share is split, and its pieces are merged
-behind the main kernel (`mla_cute.combine`). The rules, and the records but for their last field, are those of FlashMLA's
-`get_mla_metadata` kernel; `mla_cute.reference.plan` states them, `mla_cute.schedule_kernel` computes them on the device.
+A kernel is launched with P parts (CTAs per query token and tile of heads). Each part is a run of consecutive key
+blocks, all about equally long, possibly from several requests; a request that two or more parts share is split, and its
+pieces are merged behind the main kernel (`mla_cute.combine`). The rules, and the records but for their last field, are
+those of FlashMLA's metadata kernel; `mla_cute.reference.plan` states them, `mla_cute.schedule_kernel` computes them on
+the device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CPU_NUM_SMS = 132  # plans made on the CPU are those of an H100 or H200
 class DecodePlan:
     """The result of `plan_decode`: for calls of one shape on one device, and for the lengths it was made from.
 
-    Field names are those of the call; `tile_n` (keys a block), `fixed_overhead_blocks` and `config` say how it was made.
+    Fields are named as in the call; `tile_n` (keys a block), `fixed_overhead_blocks` and `config` say how it was made.
     """
 
     b: int
@@ -88,9 +89,9 @@ def plan_decode(
 ) -> DecodePlan:
     """Plan `sparse_decode` calls with these shapes and lengths: one small kernel, or plain Python for CPU tensors.
 
-    A plan holds for every call with the same b, s_q, h_q, topk, device and config whose `topk_length` holds the same
-    values, whatever q and indices contain: the layers of a model share one. Without `topk_length` it holds as long as the
-    shapes do.
+    A plan holds for every call with the same b, s_q, h_q, topk, device and config whose `topk_length` has the same
+    values, whatever q and indices contain: the layers of a model share one. Without `topk_length` it holds as long as
+    the shapes do.
 
     Args:
         q: [b, s_q, h_q, d_qk]; only its shape and device matter.
@@ -99,8 +100,8 @@ def plan_decode(
         config: the implementation's `Config`, as in `sparse_decode`; default: its `default_config`.
         impl: the implementation, as in `sparse_decode`; default: `select_impl(q.device)`.
 
-    Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a CUDA
-    graph (after a first call, which compiles): a replay plans anew, from the lengths it finds. With
+    Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a
+    CUDA graph (after a first call, which compiles): a replay plans anew, from the lengths it finds. With
     impl=mla_cute.reference the plan is made on the host, and on a GPU the call waits for `topk_length`.
 
     Raises ValueError or TypeError naming the argument, NotImplementedError for a device without a kernel.

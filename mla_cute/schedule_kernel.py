@@ -1,18 +1,19 @@
 """The device kernel behind `schedule.plan_decode`: one CTA turns the requests' lengths into a DecodePlan's two tensors.
 
-Nothing here is bound by bandwidth; the time is latency, so the serial part is kept to the P steps that are serial by nature.
+The time is latency, not bandwidth, so the serial part is kept to the P steps that are serial by nature.
 
- 1. all threads   cost[i] = sum over requests j < i of (blocks_j + fixed_overhead), i = 0 ... b: one block-wide prefix sum
+ 1. all threads   cost[i] = sum over requests j < i of (blocks_j + fixed_overhead), i = 0 ... b: one prefix sum
  2. warp 0        the cuts x_0 = 0 < x_1 < ... on the cost axis, one part a step; a part takes `payload` of cost:
                     y       = x_p + payload
                     e       = the last i with cost[i] <= y                 32 entries live in the lanes: one ballot
                     x_{p+1} = min(max(y - fixed_overhead, cost[e]), cost[b])
-                  x_{p+1} > cost[e]: request e is cut, after x_{p+1} - cost[e] of its blocks; otherwise part p ends with e - 1
+                  x_{p+1} > cost[e]: request e is cut after x_{p+1} - cost[e] of its blocks; else part p ends with e - 1
  3. all threads   the records [P, 8] and num_splits [b + 1] from the cuts, in parallel
 
-Step 2 is the walk over requests and blocks of FlashMLA's metadata kernel in closed form. The walk gives a part `payload` of cost,
-takes whole requests while they fit, and gives the rest, less the overhead, to a piece of the next one: on the cost axis that is
-the three lines above, and a search replaces the walk over requests. So the time grows with P, hardly with b.
+Step 2 is FlashMLA's walk over requests and blocks in closed form. The walk gives a part `payload`
+of cost, takes whole requests while they fit, and gives the rest, less the overhead, to a piece of the next one: on the
+cost axis that is the three lines above, and a search replaces the walk over requests. So the time grows with P, hardly
+with b.
 
 All arithmetic is 32-bit: the host makes sure that twice the total cost fits (`schedule._plan_on_gpu`).
 """
@@ -38,7 +39,7 @@ CUT_FIELDS = 5
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """What changes the planner's code: `has_topk_length`, and `use_workspace`: cost and cuts in global memory, not shared."""
+    """What changes the planner's code; `use_workspace`: cost and cuts lie in global instead of shared memory."""
 
     has_topk_length: bool
     use_workspace: bool
@@ -55,6 +56,8 @@ def workspace_size(b: int, num_parts: int) -> int:
 
 
 class Planner:
+    """The kernel and its host function, specialised for one PlanProblem."""
+
     def __init__(self, problem: PlanProblem):
         self.has_topk_length = problem.has_topk_length
         self.use_workspace = problem.use_workspace
@@ -122,7 +125,7 @@ class Planner:
 
     @cute.jit
     def num_blocks(self, length: Int32, topk: Int32, tile_n: Int32) -> Int32:
-        """Key blocks of a request: its length clamped to [0, topk], in blocks of tile_n, at least one (it writes the empty row)."""
+        """Key blocks of a request, its length clamped to [0, topk]; at least one, to write the empty row."""
         n = min(max(length, Int32(1)), topk)
         return Int32(Uint32(n - 1) // Uint32(tile_n)) + 1
 
@@ -137,7 +140,7 @@ class Planner:
         s_warp_cost: cute.Tensor,
         cost: cute.Tensor,
     ):
-        """Step 1, all threads: cost[0 ... b]. A warp owns consecutive requests, lane l of its row i the request 32 i + l."""
+        """Step 1, all threads: cost[0 ... b]. A warp owns rows of 32 consecutive requests, a lane one request a row."""
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         rows = (b + NUM_THREADS - 1) // NUM_THREADS  # of 32 requests, in each warp
         first = warp * rows * 32 + lane
@@ -185,8 +188,8 @@ class Planner:
     ):
         """Step 2, warp 0: where each part begins. Every lane keeps the same state; lane 0 writes it down.
 
-        The last state written is the end: request b, block 0, behind the parts with work (at most P, as a part advances by
-        payload - fixed_overhead >= cost[b] / P at least).
+        The last state written is the end: request b, block 0, behind the parts with work. They are at most P, as a part
+        advances by at least payload - fixed_overhead >= cost[b] / P.
         """
         lane = cute.arch.lane_idx()
         total = cost[b]
@@ -256,7 +259,7 @@ class Planner:
 
     @cute.jit
     def search(self, cost: cute.Tensor, b: Int32, y: Int32, start: Int32, lane: Int32) -> Int32:
-        """The last i with cost[i] <= y, given cost[start] <= y; one warp, 32 probes a round, the stride first growing."""
+        """The last i with cost[i] <= y, given cost[start] <= y: one warp, 32 probes a round, the stride first grows."""
         i = start
         stride = Int32(1)
         hits = self.count_hits(cost, b, y, i, stride, lane)
@@ -322,7 +325,7 @@ class Planner:
 
     @cute.jit
     def write_num_splits(self, cuts: cute.Tensor, num_used: Int32, num_splits: cute.Tensor):
-        """Step 3, a warp a part: num_splits[r] = r + cuts below cost[r], for r in (req of the cut, req of the next cut]."""
+        """Step 3, a warp a part: num_splits[r] = r + cuts below cost[r], for r past this cut's req up to the next's."""
         tid, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         if tid == 0:

@@ -1,11 +1,12 @@
 """What a call may look like: every check of the user's arguments, and the `Problem` that is left when they pass.
 
-Messages read `argument: what is needed, got what came`; a wrong type or dtype is a TypeError, a wrong value, shape, stride
-or device a ValueError. Nothing here reads a tensor's contents, so nothing waits for a GPU: indices and lengths are trusted.
+Messages read `argument: what is needed, got what came`; a wrong type or dtype is a TypeError, a wrong value, shape,
+stride or device a ValueError. Nothing here reads a tensor's contents, so nothing waits for a GPU: indices and lengths
+are trusted.
 
 Speed: a call with a ready plan has about 20 us of host time in all, so a call whose metadata (shapes, strides, dtypes,
-devices, which options are present) passed before is only looked up. Addresses, the scale and requires_grad are not part of
-that key and are looked at every time.
+devices, which options are present) passed before is only looked up. Addresses, the scale and requires_grad are not part
+of that key and are looked at every time.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def check_sparse_decode(
 ) -> Problem:
     """Check the arguments of `mla_cute.sparse_decode` (shapes and units there) and say which problem they are.
 
-    Returns the `Problem`. Raises ValueError or TypeError whose message names the argument, what is needed and what came.
-    Costs about 3 us when the same metadata passed before. Works on the CPU and on CUDA alike; reads no tensor contents.
+    Returns the `Problem`. Raises ValueError or TypeError whose message names the argument, what is needed and what
+    came. Costs about 3 us when the same metadata passed before. Works on the CPU and on CUDA alike; reads no tensor
+    contents.
     """
     try:
         key = (

@@ -1,7 +1,6 @@
-"""Thread-level pieces of the SM90 kernels that the DSL has no name for: 16-byte shared-memory access by address, 1-D bulk copies, SW128."""
+"""Thread-level pieces of the SM90 kernels: shared memory by address, bulk copies, conversion, fragment arithmetic."""
 
-import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
 LOG2_E = 1.4426950408889634
@@ -9,7 +8,7 @@ LN_2 = 0.6931471805599453
 
 
 def smem_tensor(addr: Int32, dtype, count: int) -> cute.Tensor:
-    """`count` elements at the 16-byte aligned shared address `addr`, as a tensor: loads and stores of 16 bytes vectorise."""
+    """`count` elements at the 16-byte aligned shared address `addr`, as a tensor that vectorises."""
     ptr = cute.make_ptr(dtype, addr, cute.AddressSpace.smem, assumed_align=16)
     return cute.make_tensor(ptr, cute.make_layout(count))
 
@@ -60,6 +59,11 @@ def quad_sum(x: Float32) -> Float32:
     """Sum over the four lanes that share an accumulator row."""
     x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
     return x + cute.arch.shuffle_sync_bfly(x, offset=2)
+
+
+def ring(count: Int32, size: int):
+    """Slot and mbarrier phase of the `count`-th use (from 0) of a ring of `size` slots, a power of two."""
+    return count & (size - 1), (count >> (size.bit_length() - 1)) & 1
 
 
 def set_registers(count: int) -> None:

@@ -1,10 +1,11 @@
 """Sparse MLA decode on an FP8 KV cache (V3.2 records) for Hopper.
 
-Bound: a token costs 34 tensor-core cycles per 64 heads (2 * 64 * (576 + 512) FLOP at 4096 a cycle) and 77 cycles of the shared-memory
-port beside them (656 B read + 1152 B written at what the port leaves to one warpgroup while QK streams K and Q through it).
-So the producer's path through shared memory sets the pace, not the tensor cores and not the gather (24 to 31 cycles).
+Bound: a token costs 34 tensor-core cycles per 64 heads (2 * 64 * (576 + 512) FLOP at 4096 a cycle), and some 77 cycles
+of the shared-memory port: 656 B read and 1152 B written at the 18 and 27 B/cycle that the port leaves to one warpgroup
+while QK streams Q and K through it. So dequantisation sets the pace, by its traffic rather than by its arithmetic.
 
-A CTA owns one partition of the plan (a run of key blocks, perhaps of several requests) for one query token and one tile of 64 heads.
+A CTA owns one partition of the plan (a run of key blocks, perhaps of several requests) for one query token and one tile
+of 64 heads.
 
 | role    | warps | registers | consumes                  | produces                                              |
 |---------|-------|-----------|---------------------------|-------------------------------------------------------|
@@ -12,8 +13,9 @@ A CTA owns one partition of the plan (a run of key blocks, perhaps of several re
 | math1   | 4-7   | 232       | P and V (P ready)         | O[:, 128:]; loads Q of the next request               |
 | dequant | 8-11  | 112       | raw records (bulk copies) | K in bf16, zeros for skipped tokens, the valid mask   |
 
- indices -> [dequant] bulk copy of 656-byte records -> raw ring -> [dequant] e4m3 * scale -> K stage -> [math0] S = Q K^T
-   -> softmax -> P (over the rope tile of its own K stage) -> [math0] O_left += P V_left   [math1] O_right += P V_right -> out
+ indices -> [dequant] bulk copy of 656-byte records -> raw ring -> [dequant] e4m3 * scale -> K stage
+   -> [math0] S = Q K^T -> softmax -> P (over the rope tile of its own K stage)
+   -> [math0] O_left += P V_left, [math1] O_right += P V_right -> out
 
 One block of 64 keys (stage = block parity):
  1. raw records of the warp's 16 tokens arrive; codes * scale -> bf16 -> K stage, rope copied           [dequant]
@@ -24,19 +26,30 @@ One block of 64 keys (stage = block parity):
     O_right = alpha * O_right + P V_right                                                               [math1]
  6. both release the stage; after a request's last block it first serves as the staging buffer of O     [math0, math1]
 
-Shared memory (bytes): Q 7 tiles of 64 x 64 bf16 57,344; K 2 x 73,728; raw ring 32 x 704; factors, masks and barriers 1.2 K.
-V is the transposed view of K's first 512 columns. Sources of the ideas: FlashMLA (roles, the plan, split + combine);
-FlashAttention (online softmax). Ours: records by one bulk copy each, P over the dead rope tile, two Q tiles in registers.
+Shared memory (bytes): Q 7 tiles of 64 x 64 bf16 57,344; K 2 x 73,728; raw ring 32 x 704; factors and barriers 1.2 K.
+V is the transposed view of K's first 512 columns. Sources of the ideas: FlashMLA (roles, plan, split and combine),
+FlashAttention (online softmax). Ours: one bulk copy a record, P over the dead rope tile, two Q tiles in registers, and
+O split 128 : 384 so that the warpgroup with QK and softmax has the smaller half.
 """
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import cutlass
-import cutlass.cute as cute
 import cutlass.memory
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import (
+    BFloat16,
+    Boolean,
+    Float32,
+    Int32,
+    Int64,
+    Uint8,
+    Uint16,
+    Uint32,
+    const_expr,
+    cute,
+)
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from .. import jit
@@ -52,10 +65,12 @@ from .helpers import (
     load_smem_16b,
     quad_max,
     quad_sum,
+    ring,
     set_registers,
     store_smem_16b,
 )
 
+INF = float("inf")
 TILE_M = 64  # heads of a CTA: the M of a WGMMA
 SW128_COLUMNS = 64  # bf16 columns of one 128-byte swizzle row: the width of a K or Q "tile"
 WARPGROUP = 128
@@ -68,9 +83,9 @@ class Config:
 
     tile_n: int = 64  # keys of a block; the plan counts in it
     num_stages: int = 2  # K buffers
-    q_tiles_in_registers: int = 2  # of Q's 9 column tiles: frees 8 KB of shared memory each for the raw ring, costs 16 registers each
-    raw_slots: int = 2  # ring slots of a dequant warp, each 4 records: 20 KB in flight cover the latency of a gather
-    fixed_overhead_blocks: int = 5  # what the plan charges for a request's prologue and epilogue, in blocks (FlashMLA's figure)
+    q_tiles_in_registers: int = 2  # of Q's 9 column tiles: 8 KB more for the raw ring, 16 registers each
+    raw_slots: int = 2  # ring slots of a dequant warp, 4 records each: 20 KB in flight cover a gather's latency
+    fixed_overhead_blocks: int = 5  # a request's prologue and epilogue as the plan charges them, in blocks (FlashMLA's)
     math0_columns: int = 128  # of O's 512; math1, which has no QK and no softmax to do, takes the rest
     registers: tuple[int, int, int] = (160, 232, 112)  # math0, math1, dequant; the pool of 384 threads is 3 * 168
 
@@ -88,15 +103,20 @@ class Config:
         q = TILE_M * (V32.d_qk - SW128_COLUMNS * self.q_tiles_in_registers) * 2
         k = self.num_stages * self.tile_n * V32.d_qk * 2
         raw = 4 * self.raw_slots * 4 * self.raw_pitch
-        small = self.num_stages * (2 * TILE_M * 4 + self.tile_n // 8) + (1 + 2 * self.num_stages + 4 * self.raw_slots) * 8
+        barriers = 8 * (1 + 2 * self.num_stages + 4 * self.raw_slots)
+        small = barriers + self.num_stages * (2 * TILE_M * 4 + self.tile_n // 8)
         return q + k + raw + small + 2 * 1024  # two 1024-byte alignments
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError naming the field and the arithmetic when this Config cannot run `problem`."""
         if (problem.op, problem.kv_format) != ("sparse_decode", "v32"):
-            raise NotImplementedError(f"config: sm90 sparse decode needs a v32 cache, got {problem.op} on {problem.kv_format}")
-        if self.tile_n != 64 or self.num_stages != 2:
-            raise ValueError(f"config: tile_n must be 64 and num_stages 2, got {self.tile_n} and {self.num_stages}")
+            raise NotImplementedError(
+                f"config: sm90.sparse_decode runs sparse_decode on a v32 cache, got {problem.op} on {problem.kv_format}"
+            )
+        if self.tile_n != 64:
+            raise ValueError(f"config: tile_n must be 64, got {self.tile_n}")
+        if self.num_stages not in (1, 2):
+            raise ValueError(f"config: num_stages must be 1 or 2, got {self.num_stages}")
         if self.q_tiles_in_registers not in (0, 1, 2):
             raise ValueError(f"config: q_tiles_in_registers must be 0, 1 or 2, got {self.q_tiles_in_registers}")
         if self.raw_slots not in (1, 2, 4):
@@ -106,7 +126,7 @@ class Config:
         if self.fixed_overhead_blocks < 1:
             raise ValueError(f"config: fixed_overhead_blocks must be at least 1, got {self.fixed_overhead_blocks}")
         if any(r % 8 or not 24 <= r <= 240 for r in self.registers) or sum(self.registers) > 504:
-            raise ValueError(f"config: registers must be multiples of 8 in 24..240 with a sum <= 504, got {self.registers}")
+            raise ValueError(f"config: registers must be multiples of 8 in 24..240, sum <= 504, got {self.registers}")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"config: shared memory needs {self.smem_bytes} bytes, the limit is {SMEM_LIMIT}")
 
@@ -126,8 +146,10 @@ class NamedBarriers(enum.IntEnum):
 
 
 class Part(NamedTuple):
-    """One partition of the plan: requests begin_req..end_req inclusive. The rest of its record is read again where it is needed,
-    once a request, rather than held in registers."""
+    """One partition of the plan: requests begin_req..end_req inclusive.
+
+    The rest of its record is read again once a request, rather than held in registers.
+    """
 
     index: Int32
     begin_req: Int32
@@ -150,8 +172,8 @@ class Params(NamedTuple):
     q: cute.Tensor  # [b, s_q, h_q, 576] bf16
     kv_cache: cute.Tensor  # [num_blocks, page_block_size, 1, 656] uint8
     indices: cute.Tensor  # [b, s_q, topk] int32
-    topk_length: Optional[cute.Tensor]  # [b] int32
-    attn_sink: Optional[cute.Tensor]  # [h_q] fp32, natural log
+    topk_length: cute.Tensor | None  # [b] int32
+    attn_sink: cute.Tensor | None  # [h_q] fp32, natural log
     metadata: cute.Tensor  # [num_parts, 8] int32
     o_partial: cute.Tensor  # [2 * num_parts, s_q, h_q, 512] fp32
     lse_partial: cute.Tensor  # [2 * num_parts, s_q, h_q] fp32, base 2
@@ -182,8 +204,8 @@ class SparseDecode:
         q: cute.Tensor,
         kv_cache: cute.Tensor,
         indices: cute.Tensor,
-        topk_length: Optional[cute.Tensor],
-        attn_sink: Optional[cute.Tensor],
+        topk_length: cute.Tensor | None,
+        attn_sink: cute.Tensor | None,
         softmax_scale: Float32,
         metadata: cute.Tensor,
         num_splits: cute.Tensor,
@@ -232,9 +254,11 @@ class SparseDecode:
             k_full: cute.struct.MemRange[Int64, stages]
             k_empty: cute.struct.MemRange[Int64, stages]
             raw_full: cute.struct.MemRange[Int64, 4 * self.config.raw_slots]
-            valid: cute.struct.Align[cute.struct.MemRange[cutlass.Uint16, stages * 4], 8]  # bit per token, a word per dequant warp
-            alpha: cute.struct.MemRange[Float32, stages * TILE_M]  # rescale factors of the block in that stage
-            factor: cute.struct.MemRange[Float32, stages * TILE_M]  # output factors of the request that ended in that stage
+            # One bit a token, one word a dequant warp.
+            valid: cute.struct.Align[cute.struct.MemRange[Uint16, stages * 4], 8]
+            # By row: rescale factors of the block in a stage, output factors of the request that ended in it.
+            alpha: cute.struct.MemRange[Float32, stages * TILE_M]
+            factor: cute.struct.MemRange[Float32, stages * TILE_M]
             raw: cute.struct.Align[cute.struct.MemRange[Uint8, raw_bytes], 128]
             sQ: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_k)], 1024]
@@ -280,7 +304,7 @@ class SparseDecode:
         sQ = storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner)  # [64, 448]
         sK = storage.sK.get_tensor(layout_k.outer, swizzle=layout_k.inner)  # [64, 576, stages]
         sV = cute.make_tensor(sK.iterator, cute.select(sK.layout, mode=[1, 0, 2]))  # [576, 64, stages], the same bytes
-        sP = cute.local_tile(sK, (TILE_M, self.tile_n), (0, self.num_tiles - 1, None))  # [64, 64, stages], over the rope tile
+        sP = cute.local_tile(sK, (TILE_M, self.tile_n), (0, self.num_tiles - 1, None))  # rope tile of a stage
         factors = cute.make_layout((TILE_M, self.stages))
         sAlpha, sFactor = storage.alpha.get_tensor(factors), storage.factor.get_tensor(factors)
 
@@ -322,7 +346,7 @@ class SparseDecode:
 
     @cute.jit
     def load_part(self, metadata: cute.Tensor, index: Int32) -> Part:
-        """Record `index` of the plan (mla_cute.schedule). Idle partitions have begin_req > end_req: every loop is empty."""
+        """Record `index` of the plan. Idle partitions have begin_req > end_req: every loop is empty."""
         return Part(index, metadata[index, 0], metadata[index, 1])
 
     @cute.jit
@@ -347,13 +371,13 @@ class SparseDecode:
 
     @cute.jit
     def dequant(
-        self, params: Params, part_idx: Int32, s_idx: Int32, t: Int32, sK: cute.Tensor, raw: cute.Pointer, valid: cute.Pointer,
-        raw_full: cute.Pointer, k_full: cute.Pointer, k_empty: cute.Pointer,
+        self, params: Params, part_idx: Int32, s_idx: Int32, t: Int32, sK: cute.Tensor, raw: cute.Pointer,
+        valid: cute.Pointer, raw_full: cute.Pointer, k_full: cute.Pointer, k_empty: cute.Pointer,
     ):  # fmt: skip
         """Gathers the selected records, dequantises them and writes K; warp w owns tokens 16w..16w+15 of every block.
 
-        Consumes indices, kv_cache, k_empty. Produces the K stage, its valid mask, k_full. The copies run `raw_slots` groups of four
-        tokens ahead of the conversion, across blocks and requests; the indices one block ahead of the copies.
+        Consumes indices, kv_cache, k_empty. Produces K, its valid mask, k_full. The copies run `raw_slots` groups
+        of four tokens ahead of the conversion, across blocks and requests; the indices one block ahead of the copies.
         """
         part = self.load_part(params.metadata, part_idx)
         lane, w = t % 32, t // 32
@@ -382,16 +406,15 @@ class SparseDecode:
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, r)
             for i in cutlass.range(work.first_block, work.last_block, unroll=1):
-                stage, phase = n & 1, (n >> 1) & 1
+                stage, phase = ring(n, self.stages)
                 stage_base = k_base + stage * stage_bytes
                 next_src, next_mask = self.resolve(params, index)
                 req, block, last = self.next_block(params, part, req, block, last)
                 index = self.load_index(params, part, s_idx, req, block, w, lane)
                 for g in cutlass.range(groups, unroll=1):
-                    turn = Uint32(n * groups + g)  # of this warp's ring
-                    slot = Int32(turn % slots)
+                    slot, slot_phase = ring(n * groups + g, slots)
                     base = raw_warp + slot * (4 * pitch)
-                    cute.arch.mbarrier_wait(full_warp + slot, Int32(turn // slots % 2))
+                    cute.arch.mbarrier_wait(full_warp + slot, slot_phase)
                     scales = load_smem_16b(base + row * pitch + V32.scale_offset, Float32)
                     codes = cute.make_rmem_tensor((4, 4), Uint32)  # 16 codes, of tile 2c + odd_tile
                     for c in cutlass.range_constexpr(4):
@@ -425,7 +448,7 @@ class SparseDecode:
                     rope_tile = stage_base + (self.num_tiles - 1) * tile_bytes
                     store_smem_16b(rope_tile + (16 * w + 4 * g + rope_row) * 128 + rope_swizzle, rope)
                 if lane == 0:
-                    cute.make_tensor(valid + stage * 4, 4)[w] = cutlass.Uint16(mask)
+                    cute.make_tensor(valid + stage * 4, 4)[w] = Uint16(mask)
                 cute.arch.fence_proxy("async.shared", space="cta")  # K's generic stores become visible to WGMMA
                 cute.arch.sync_warp()
                 if lane == 0:
@@ -445,8 +468,8 @@ class SparseDecode:
         return req, block, last
 
     @cute.jit
-    def load_index(self, params: Params, part: Part, s_idx: Int32, req: Int32, block: Int32, w: Int32, lane: Int32) -> Int32:
-        """Lane l < 16 gets the index of token 16w + l of the block; -1 past the request's tokens and past the partition."""
+    def load_index(self, params: Params, part: Part, s_idx: Int32, req: Int32, block: Int32, w: Int32, lane: Int32):
+        """Lane l < 16 gets the index of token 16w + l of the block; -1 past the request's tokens or the partition."""
         index = Int32(-1)
         if (req <= part.end_req) & (lane < 16):
             token = block * self.tile_n + 16 * w + lane
@@ -480,7 +503,8 @@ class SparseDecode:
     @cute.jit
     def math0(
         self, params: Params, part_idx: Int32, s_idx: Int32, head_tile: Int32, t: Int32,
-        mma_qk: cute.TiledMma, mma_qk_rs: cute.TiledMma, mma_pv: cute.TiledMma, tma_o: cute.CopyAtom, tma_mO: cute.Tensor,
+        mma_qk: cute.TiledMma, mma_qk_rs: cute.TiledMma, mma_pv: cute.TiledMma, tma_o: cute.CopyAtom,
+        tma_mO: cute.Tensor,
         sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sP: cute.Tensor, sAlpha: cute.Tensor, sFactor: cute.Tensor,
         valid: cute.Pointer, q_full: cute.Pointer, k_full: cute.Pointer, k_empty: cute.Pointer,
     ):  # fmt: skip
@@ -488,7 +512,7 @@ class SparseDecode:
 
         Consumes q_full, k_full. Produces P_READY (P, alpha), FACTOR_READY, O[:, :128], lse; releases k_empty.
         """
-        thr_qk, thr_qk_rs, thr_pv = mma_qk.get_slice(t), mma_qk_rs.get_slice(t), mma_pv.get_slice(t)
+        thr_qk, thr_pv = mma_qk.get_slice(t), mma_pv.get_slice(t)
         rQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, 1, 4 * q_smem_tiles): descriptors
         rK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, 1, 36, stages)
         rV = mma_pv.make_fragment_B(thr_pv.partition_B(self.columns_of(sV, 0, mode=0)))  # (MMA, 1, 4, stages)
@@ -518,7 +542,7 @@ class SparseDecode:
             cute.arch.mbarrier_wait(q_full, q_phase)
             q_phase ^= 1
             for block in cutlass.range(work.first_block, work.last_block, unroll=1):
-                stage, phase = n & 1, (n >> 1) & 1
+                stage, phase = ring(n, self.stages)
                 cute.arch.mbarrier_wait(k_full + stage, phase)
                 warpgroup.fence()
                 mma_qk.set(warpgroup.Field.ACCUMULATE, False)
@@ -555,7 +579,7 @@ class SparseDecode:
                     self.release(k_empty + stage)
                 n += 1
 
-            stage = (n - 1) & 1
+            stage, _ = ring(n - 1, self.stages)
             work = self.work_range(params, part, req)  # again, rather than held in registers through the loop
             factor = self.finish_rows(params, work, req, s_idx, head_tile, row, t, row_max, row_sum)
             if t % 4 == 0:
@@ -591,7 +615,7 @@ class SparseDecode:
             work = self.work_range(params, part, req)
             accO.fill(0.0)
             for block in cutlass.range(work.first_block, work.last_block, unroll=1):
-                stage = n & 1
+                stage, _ = ring(n, self.stages)
                 cute.arch.barrier(barrier_id=NamedBarriers.P_READY + stage, number_of_threads=2 * WARPGROUP)
                 if (block + 1 == work.last_block) & (req < part.end_req):  # math0's last QK of this request is done
                     self.load_q(req + 1, s_idx, head_tile, t, tma_q, tma_mQ, sQ, q_full)
@@ -607,7 +631,7 @@ class SparseDecode:
                     self.release(k_empty + stage)
                 n += 1
 
-            stage = (n - 1) & 1
+            stage, _ = ring(n - 1, self.stages)
             cute.arch.barrier(barrier_id=NamedBarriers.FACTOR_READY + stage, number_of_threads=2 * WARPGROUP)
             factor[0], factor[1] = sFactor[row, stage], sFactor[row + 8, stage]
             work = self.work_range(params, part, req)
@@ -660,15 +684,16 @@ class SparseDecode:
         self, scale_log2: Float32, valid: cute.Pointer, stage: Int32, t: Int32, accS: cute.Tensor,
         row_max: cute.Tensor, row_sum: cute.Tensor, alpha: cute.Tensor,
     ):  # fmt: skip
-        """accS: raw scores -> unnormalised probabilities; updates row_max (times scale, base 2), row_sum (this thread's columns)."""
+        """accS: raw scores -> unnormalised probabilities. Updates row_max (scaled, base 2), row_sum (own columns)."""
         words = cute.make_tensor(cute.recast_ptr(valid + stage * 4, dtype=Uint32), 2)
         low, high = words[0], words[1]
         if (low & high) != Uint32(0xFFFFFFFF):
-            # By select and after the product: adding -inf to a NaN would stay NaN. Thread column of element i: 8 (i/4) + 2 (t%4) + i%2.
+            # By select and after the product: adding -inf to a NaN would stay NaN.
+            # Element i of a thread is in column 8 (i / 4) + 2 (t % 4) + i % 2.
             low, high = low >> (2 * (t % 4)), high >> (2 * (t % 4))
             for i in cutlass.range_constexpr(cute.size(accS)):
                 word, bit = (low, high)[i // 16], 8 * (i // 4 % 4) + i % 2
-                accS[i] = cutlass.select_((word >> bit) & 1 == 1, accS[i], Float32(-float("inf")))
+                accS[i] = cutlass.select_((word >> bit) & 1 == 1, accS[i], Float32(-INF))
         for half in cutlass.range_constexpr(2):
             block_max = accS[2 * half]
             for i in cutlass.range_constexpr(cute.size(accS)):
@@ -705,7 +730,8 @@ class SparseDecode:
     ):  # fmt: skip
         """Writes lse (natural log, or base 2 for a piece) and returns the factors [2] that turn accO into the output.
 
-        Nothing attended: factor 0, lse +inf (a piece: -inf). The sink counts once: here for a whole request, in combine for a split one.
+        Nothing attended: factor 0, lse +inf (a piece: -inf). The sink counts once: here for a whole request, in combine
+        for a split one.
         """
         factor = cute.make_rmem_tensor(2, Float32)
         for half in cutlass.range_constexpr(2):
@@ -714,16 +740,17 @@ class SparseDecode:
             lse_log2 = cute.math.log2(total, fastmath=True) + row_max[half]
             denominator = total
             if const_expr(params.attn_sink is not None):
-                if not work.is_split:
-                    sink_log2 = params.attn_sink[cutlass.min(head, self.h_q - 1)] * LOG2_E
-                    denominator += cute.math.exp2(sink_log2 - row_max[half], fastmath=True)
+                sink_log2 = params.attn_sink[cutlass.min(head, self.h_q - 1)] * LOG2_E
+                sink = cute.math.exp2(sink_log2 - row_max[half], fastmath=True)
+                denominator += cutlass.select_(work.is_split, Float32(0), sink)
             is_empty = total == 0.0
             factor[half] = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
             if (t % 4 == 0) & (head < self.h_q):
                 if work.is_split:
-                    params.lse_partial[Int64(work.slot), s_idx, head] = cutlass.select_(is_empty, Float32(-float("inf")), lse_log2)
+                    piece_lse = cutlass.select_(is_empty, Float32(-INF), lse_log2)
+                    params.lse_partial[Int64(work.slot), s_idx, head] = piece_lse
                 else:
-                    params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(float("inf")), lse_log2 * LN_2)
+                    params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse_log2 * LN_2)
         return factor
 
     @cute.jit
@@ -732,7 +759,7 @@ class SparseDecode:
         stage: Int32, mma_pv: cute.TiledMma, tma_o: cute.CopyAtom, tma_mO: cute.Tensor, sK: cute.Tensor,
         accO: cute.Tensor, factor: cute.Tensor,
     ):  # fmt: skip
-        """Warpgroup `math`'s columns of O: bf16 through the request's last K stage and TMA, or an fp32 piece from registers.
+        """Warpgroup `math`'s columns of O: bf16 through the request's last K stage and TMA, or fp32 from registers.
 
         The staging tiles are the V tiles that only this warpgroup has read.
         """

@@ -1,0 +1,193 @@
+"""The merge of split partials on the device against reference.combine."""
+
+import math
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from mla_cute import jit, reference
+from mla_cute.testing import SPARSE_DECODE_LSE, assert_bitwise, assert_close
+from mla_cute.validate import Problem
+
+D_V = 512
+SENTINEL = 77.0  # what out and lse hold before: must survive in requests that are not split
+
+
+@dataclass(frozen=True)
+class Partials:
+    """A plan, the partials that a main kernel would have left for it, and the oracle's answer."""
+
+    metadata: torch.Tensor  # [P, 8]
+    num_splits: torch.Tensor  # [b + 1]
+    o_partial: torch.Tensor  # [2P, s_q, h_q, 512] fp32; NaN in unused slots and in empty pieces
+    lse_partial: torch.Tensor  # [2P, s_q, h_q] fp32, base 2; NaN in unused slots
+    attn_sink: torch.Tensor | None  # [h_q]
+    out: torch.Tensor  # [b, s_q, h_q, 512] bf16, SENTINEL in requests that are not split
+    lse: torch.Tensor  # [b, s_q, h_q] fp32
+
+    def to(self, device):
+        return {name: None if t is None else t.to(device) for name, t in vars(self).items()}
+
+
+def make_partials(blocks, num_parts, s_q=1, h_q=128, sink=True, empty=0.2, spread=8.0, seed=0) -> Partials:
+    """blocks: key blocks of each request; empty: share of (piece, row)s without a key; spread: of lse, base 2."""
+    g = torch.Generator().manual_seed(seed)
+    metadata, num_splits = reference.plan([64 * n for n in blocks], num_parts)
+    shape = (2 * num_parts, s_q, h_q)
+    o_partial, lse_partial = torch.full((*shape, D_V), math.nan), torch.full(shape, math.nan)
+    pieces = [piece.slot for piece in reference.partial_pieces(metadata, len(blocks))]
+    o_partial[pieces] = torch.randn(len(pieces), *shape[1:], D_V, generator=g)
+    lse_partial[pieces] = spread * torch.randn(len(pieces), *shape[1:], generator=g)
+    is_empty = torch.rand(shape, generator=g) < empty
+    is_empty[:, :, 0] = empty > 0  # head 0 attends nothing at all
+    lse_partial.masked_fill_(is_empty & ~lse_partial.isnan(), -math.inf)
+    o_partial[lse_partial == -math.inf] = 0.0
+
+    attn_sink = None
+    if sink:
+        attn_sink = 3 * torch.randn(h_q, generator=g)
+        for i, value in enumerate((0.0, math.inf, -math.inf, 1e30, -1e30)):
+            attn_sink[i + 1 :: 11] = value
+    out = torch.full((len(blocks), s_q, h_q, D_V), SENTINEL)
+    lse = torch.full((len(blocks), s_q, h_q), SENTINEL)
+    out64, lse64 = out.double(), lse.double()  # the oracle in fp64, rounded once
+    reference.combine(
+        o_partial.double(), lse_partial.double(), metadata, num_splits, attn_sink=attn_sink, out=out64, lse=lse64
+    )
+    o_partial[lse_partial == -math.inf] = math.nan  # an empty piece's o_partial has no meaning
+    return Partials(
+        metadata, num_splits, o_partial, lse_partial, attn_sink, out64.to(torch.bfloat16), lse64.to(torch.float32)
+    )
+
+
+def test_oracle_gives_finite_answers():
+    """The cases below ask something: every kind of row is there, and the answers are numbers."""
+    t = make_partials([32, 1], 44)
+    assert t.num_splits.tolist() == [0, 32, 33]
+    assert t.out.isfinite().all() and not t.lse.isnan().any()
+    assert (t.lse[0, 0, 0] == math.inf) and (t.out[0, 0, 0] == 0).all()  # nothing attended
+    assert (t.out[0, 0, 2] == 0).all() and t.lse[0, 0, 2].isfinite()  # sink +inf
+    assert (t.out[1] == SENTINEL).all() and t.o_partial.isnan().any()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("has_attn_sink", [False, True], ids=["no_sink", "sink"])
+@pytest.mark.parametrize("h_q", [128, 5])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_compiles_without_spills(arch, h_q, has_attn_sink):
+    from mla_cute import combine
+
+    found = jit.inspect(combine, Problem(h_q=h_q, has_attn_sink=has_attn_sink), None, arch)
+    (name, usage), *others = found.resources.items()
+    assert name.startswith("mla_combine") and not others
+    assert usage["REG"] <= 64 and usage["STACK"] == 0 and usage["LOCAL"] == 0
+    assert found.spill_bytes == 0 and not found.advisories
+    ptx = found.ptx[0]
+    assert "ld.local" not in ptx
+    assert len(re.findall(r"ld\.global\.(?:v4\.b32|v2\.b64)", ptx)) >= 2 * combine.LOADS_IN_FLIGHT
+    # Read-only loads could return what o_partial held before the main kernel ended.
+    assert ptx.count("griddepcontrol.wait") == 2 and "ld.global.nc" not in ptx
+
+
+@pytest.fixture
+def device():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def run(t: Partials, device, *, strided=False):
+    """(out, lse) of the kernel, from buffers that hold SENTINEL."""
+    from mla_cute import combine
+
+    x = t.to(device)
+    out, lse = torch.full_like(x["out"], SENTINEL), torch.full_like(x["lse"], SENTINEL)
+    if strided:  # heads outermost, rows with a gap; lse as [b, h_q, s_q]
+        b, s_q, h_q, d_v = out.shape
+        out = torch.full((h_q, b, s_q + 1, d_v + 8), SENTINEL, dtype=out.dtype, device=device)
+        out = out[:, :, :s_q, :d_v].permute(1, 2, 0, 3)
+        lse = torch.full((b, h_q, s_q + 3), SENTINEL, device=device)[:, :, :s_q].transpose(1, 2)
+    h_q = out.shape[2]
+    kernel = jit.load(combine, Problem(h_q=h_q, has_attn_sink=t.attn_sink is not None), None, jit.arch_of(device))
+    kernel(*(x[name] for name in ("metadata", "num_splits", "o_partial", "lse_partial", "attn_sink")), out, lse)
+    return out, lse
+
+
+def check(out, lse, t: Partials):
+    # One fp32 sum of up to some 200 terms of size 1 and one rounding to bf16.
+    assert_close(out.cpu(), t.out, abs_tol=1e-5, rel_tol=1.01 / 128, cos_tol=5e-6, name="out")
+    assert_close(lse.cpu(), t.lse, **SPARSE_DECODE_LSE, name="lse")
+
+
+CASES = {  # blocks of the requests, parts
+    "one part": ([7, 3], 1),
+    "no split": ([4] * 8, 8),
+    "2 splits": ([32] * 3, 4),
+    "32 splits": ([32], 66),
+    "33 splits": ([33], 66),
+    "a few requests": ([32, 1, 9, 32, 17, 2], 40),
+    "74 requests": ([32] * 74, 33),
+    "64 splits": ([64, 1], 100),
+    "200 splits": ([200], 230),
+    "400 splits": ([400, 3], 420),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sink", [False, True], ids=["no_sink", "sink"])
+@pytest.mark.parametrize("case", CASES)
+def test_combine_is_the_references(device, case, sink):
+    for h_q in (16, 5):
+        t = make_partials(*CASES[case], h_q=h_q, sink=sink)
+        check(*run(t, device), t)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("s_q", "h_q"), [(1, 1), (1, 64), (1, 128), (2, 127), (3, 64)])
+def test_shapes_and_strides(device, s_q, h_q):
+    t = make_partials([32, 5, 20], 24, s_q=s_q, h_q=h_q)
+    for strided in (False, True):
+        check(*run(t, device, strided=strided), t)
+
+
+@pytest.mark.gpu
+def test_extreme_weights(device):
+    """Pieces whose lse lie hundreds of powers of two apart: most weights are 0, none may overflow."""
+    t = make_partials([40] * 2, 50, h_q=16, spread=300.0)
+    check(*run(t, device), t)
+
+
+@pytest.mark.gpu
+def test_nothing_empty(device):
+    t = make_partials([40] * 2, 50, h_q=16, empty=0.0)
+    check(*run(t, device), t)
+
+
+@pytest.mark.gpu
+def test_same_bits_every_time(device):
+    t = make_partials([100, 30], 90)
+    first = run(t, device)
+    for _ in range(5):
+        again = run(t, device)
+        assert_bitwise(again[0], first[0])
+        assert_bitwise(again[1], first[1])
+
+
+@pytest.mark.gpu
+def test_partials_written_right_before(device):
+    """Launched behind a kernel that still writes the partials: the dependent launch must wait for it."""
+    from mla_cute import combine
+
+    t = make_partials([64], 80)
+    x = t.to(device)
+    kernel = jit.load(combine, Problem(h_q=128, has_attn_sink=True), None, jit.arch_of(device))
+    o_partial, lse_partial = torch.full_like(x["o_partial"], 1e4), torch.zeros_like(x["lse_partial"])
+    out, lse = torch.empty_like(x["out"]), torch.empty_like(x["lse"])
+    for _ in range(20):
+        o_partial.fill_(1e4)
+        lse_partial.copy_(x["lse_partial"])
+        o_partial.copy_(x["o_partial"])
+        kernel(x["metadata"], x["num_splits"], o_partial, lse_partial, x["attn_sink"], out, lse)
+        check(out, lse, t)

@@ -1,0 +1,381 @@
+"""interface.py: sparse_decode's way from arguments to launch, on the CPU; which implementation serves what."""
+
+import dataclasses
+import math
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+import mla_cute
+from mla_cute import interface, jit, reference, validate
+from mla_cute.testing import Case, assert_bitwise, make_inputs
+
+CASE = Case(b=3, h_q=5, s_q=2, s_kv=200, topk=133, page_block_size=16, topk_length=True, sink=True, holes=True)
+
+
+def recorder():
+    """An implementation that runs the reference and keeps what it was given: (module, compiled, launched)."""
+    module, compiled, launched = types.ModuleType("recorder"), [], []
+
+    def compile(problem, config, arch):
+        compiled.append((problem, config, arch))
+        run = reference.compile(problem, reference.Config(), arch)
+
+        def launch(*args):
+            launched.append(args)
+            run(*args)
+
+        return launch
+
+    module.Config, module.default_config, module.compile = reference.Config, reference.default_config, compile
+    return module, compiled, launched
+
+
+def refused(error, message, *args, **kwargs):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        mla_cute.sparse_decode(*args, **kwargs)
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        "case",
+        [
+            CASE,
+            Case(b=2, h_q=128, topk=64),
+            Case(b=2, h_q=64, s_q=3, topk=65, s_kv=100, varlen=True, duplicates=True, scales="random"),
+            Case(b=1, h_q=1, topk=1, odd_rows=True),
+            Case(b=4, h_q=16, zero_length=True, sink=True),
+            Case(b=2, h_q=8, all_invalid=True, sink=True),
+        ],
+        ids=str,
+    )
+    def test_equals_the_reference(self, case):
+        x = make_inputs(case)
+        out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+        ref_out, ref_lse = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+        assert_bitwise(out, ref_out, name="out")
+        assert_bitwise(lse, ref_lse, name="lse")
+
+    def test_default_scale(self):
+        x = make_inputs(CASE)
+        out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, topk_length=x.topk_length)
+        expected = mla_cute.sparse_decode(
+            x.q, x.kv_cache, x.indices, topk_length=x.topk_length, softmax_scale=1 / math.sqrt(576)
+        )
+        assert_bitwise(out, expected[0])
+        assert_bitwise(lse, expected[1])
+
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+    def test_other_names_of_a_byte(self, dtype):
+        x = make_inputs(CASE)
+        expected = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+        out, lse = mla_cute.sparse_decode(x.q, x.kv_cache.view(dtype), x.indices, **x.kwargs())
+        assert_bitwise(out, expected[0])
+        assert_bitwise(lse, expected[1])
+
+    def test_writes_into_out_and_lse(self):
+        x = make_inputs(CASE)
+        expected = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+        b, s_q, h_q = x.q.shape[:3]
+        room = torch.full((b, s_q + 1, h_q, 520), math.nan, dtype=torch.bfloat16)
+        lse_room = torch.full((s_q, b, h_q + 1), math.nan)
+        mine, my_lse = room[:, :s_q, :, :512], lse_room[:, :, :h_q].transpose(0, 1)
+        out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), out=mine, lse=my_lse)
+        assert out is mine
+        assert lse is my_lse
+        assert_bitwise(mine, expected[0])
+        assert_bitwise(my_lse, expected[1])
+        assert room[:, s_q:].isnan().all()
+        assert room[..., 512:].isnan().all()
+        assert lse_room[..., h_q:].isnan().all()
+
+    def test_results_are_fresh_contiguous_tensors(self):
+        x = make_inputs(CASE)
+        out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+        assert (out.shape, out.dtype) == ((3, 2, 5, 512), torch.bfloat16)
+        assert (lse.shape, lse.dtype) == ((3, 2, 5), torch.float32)
+        assert out.is_contiguous()
+        assert lse.is_contiguous()
+
+
+class TestTheWay:
+    def test_plan_then_compile_then_launch(self):
+        x = make_inputs(CASE)
+        module, compiled, launched = recorder()
+        config = reference.Config(fixed_overhead_blocks=2)
+        out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), config=config, impl=module)
+        problem = validate.Problem(h_q=5, has_topk_length=True, has_attn_sink=True)
+        assert compiled == [(problem, config, "cpu")]
+        (args,) = launched
+        plan = mla_cute.plan_decode(x.q, x.indices, topk_length=x.topk_length, config=config)
+        assert_bitwise(args[6], plan.metadata, name="metadata")
+        assert_bitwise(args[7], plan.num_splits, name="num_splits")
+        assert plan.num_parts > 1
+        slots = 2 * plan.num_parts
+        assert (args[8].shape, args[8].dtype) == ((slots, 2, 5, 512), torch.float32)
+        assert (args[9].shape, args[9].dtype) == ((slots, 2, 5), torch.float32)
+        for i, tensor in {
+            0: x.q,
+            1: x.kv_cache,
+            2: x.indices,
+            3: x.topk_length,
+            4: x.attn_sink,
+            10: out,
+            11: lse,
+        }.items():
+            assert args[i] is tensor
+        assert args[5] == x.softmax_scale
+        assert len(args) == 12
+
+    def test_absent_options_and_bytes(self):
+        x = make_inputs(Case(b=1, h_q=3))
+        module, _, launched = recorder()
+        mla_cute.sparse_decode(x.q, x.kv_cache.view(torch.int8), x.indices, impl=module, softmax_scale=1)
+        (args,) = launched
+        assert args[3] is None
+        assert args[4] is None
+        assert type(args[5]) is float
+        assert args[1].dtype == torch.uint8
+        assert args[1].data_ptr() == x.kv_cache.data_ptr()
+
+    def test_one_part_needs_no_scratch(self):
+        x = make_inputs(Case(b=1, h_q=2, s_q=132, s_kv=200))
+        module, _, launched = recorder()
+        mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, impl=module)
+        (args,) = launched
+        assert args[6].shape == (1, 8)
+        assert args[8].shape == (0, 132, 2, 512)
+        assert args[9].shape == (0, 132, 2)
+
+    def test_given_plan_is_used(self, monkeypatch):
+        x = make_inputs(CASE)
+        module, compiled, launched = recorder()
+        config = reference.Config(fixed_overhead_blocks=1)
+        plan = mla_cute.plan_decode(x.q, x.indices, topk_length=x.topk_length, config=config)
+        monkeypatch.setattr(interface, "plan_decode", None)  # to call it would fail
+        for _ in range(3):
+            mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=plan, impl=module)
+        mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=plan, impl=module, config=config)
+        assert [args[6] is plan.metadata and args[7] is plan.num_splits for args in launched] == [True] * 4
+        assert [c for _, c, _ in compiled] == [config]
+
+    def test_alternating_calls_do_not_mix(self):
+        """The last call's kernel is remembered; another shape, plan, config or impl must not get it."""
+        a, b = make_inputs(CASE), make_inputs(Case(b=2, h_q=7, topk=70))
+        first, _, launched_first = recorder()
+        second, compiled, launched_second = recorder()
+        for _ in range(2):
+            mla_cute.sparse_decode(a.q, a.kv_cache, a.indices, **a.kwargs(), impl=first)
+            mla_cute.sparse_decode(b.q, b.kv_cache, b.indices, impl=first)
+            mla_cute.sparse_decode(b.q, b.kv_cache, b.indices, impl=second)
+            mla_cute.sparse_decode(b.q, b.kv_cache, b.indices, impl=second, config=reference.Config(tile_n=32))
+        assert [args[0].shape[2] for args in launched_first] == [5, 7, 5, 7]
+        assert len(launched_second) == 4
+        assert [c for _, c, _ in compiled] == [reference.Config(), reference.Config(tile_n=32)]
+        for args in launched_second:
+            assert_bitwise(args[10], launched_first[1][10])
+
+    def test_empty_batch_launches_nothing(self):
+        module, compiled, launched = recorder()
+        q = torch.zeros(0, 2, 5, 576, dtype=torch.bfloat16)
+        kv_cache = torch.zeros(4, 8, 1, 656, dtype=torch.uint8)
+        indices = torch.zeros(0, 2, 64, dtype=torch.int32)
+        out, lse = mla_cute.sparse_decode(q, kv_cache, indices, impl=module)
+        assert (out.shape, out.dtype) == ((0, 2, 5, 512), torch.bfloat16)
+        assert (lse.shape, lse.dtype) == ((0, 2, 5), torch.float32)
+        assert compiled == launched == []
+        out, lse = mla_cute.sparse_decode(q, kv_cache[:0], indices, topk_length=torch.zeros(0, dtype=torch.int32))
+        assert (out.shape, lse.shape) == ((0, 2, 5, 512), (0, 2, 5))
+
+    def test_bad_arguments_launch_nothing(self):
+        x = make_inputs(CASE)
+        module, compiled, launched = recorder()
+        refused(TypeError, "q: dtype must be bfloat16", x.q.float(), x.kv_cache, x.indices, impl=module)
+        refused(ValueError, "kv_cache: last dim must be 656", x.q, x.kv_cache[..., :576], x.indices, impl=module)
+        refused(ValueError, "indices: topk (dim 2)", x.q, x.kv_cache, x.indices[..., :0], impl=module)
+        assert compiled == launched == []
+
+
+class TestPlanAndConfig:
+    @pytest.fixture
+    def call(self):
+        x = make_inputs(CASE)
+        kwargs = {"impl": recorder()[0], "topk_length": x.topk_length}
+        plan = mla_cute.plan_decode(x.q, x.indices, topk_length=x.topk_length)
+        return (x.q, x.kv_cache, x.indices), kwargs, plan
+
+    def test_of_other_inputs(self, call):
+        (q, kv_cache, indices), kwargs, plan = call
+        mla_cute.sparse_decode(q, kv_cache, indices, **kwargs, plan=plan)
+        message = "plan: was made for {0} {1}, got a call with {0} {2}"
+        short = {**kwargs, "topk_length": kwargs["topk_length"][:2]}
+        refused(ValueError, message.format("b", 3, 2), q[:2], kv_cache, indices[:2], **short, plan=plan)
+        refused(ValueError, message.format("s_q", 2, 1), q[:, :1], kv_cache, indices[:, :1], **kwargs, plan=plan)
+        refused(ValueError, message.format("h_q", 5, 4), q[:, :, :4], kv_cache, indices, **kwargs, plan=plan)
+        refused(ValueError, message.format("topk", 133, 64), q, kv_cache, indices[..., :64], **kwargs, plan=plan)
+        without = {**kwargs, "topk_length": None}
+        text = message.format("has_topk_length", True, False)
+        refused(ValueError, text, q, kv_cache, indices, **without, plan=plan)
+        elsewhere = dataclasses.replace(plan, metadata=plan.metadata.to("meta"))
+        text = "plan: was made for device meta, got a call with device cpu"
+        refused(ValueError, text, q, kv_cache, indices, **kwargs, plan=elsewhere)
+
+    def test_of_another_config(self, call):
+        args, kwargs, plan = call
+        text = "plan: was made with config.tile_n 64, got a call with 128"
+        refused(ValueError, text, *args, **kwargs, plan=plan, config=reference.Config(tile_n=128))
+        text = "plan: was made with config.fixed_overhead_blocks 5, got a call with 3"
+        refused(ValueError, text, *args, **kwargs, plan=plan, config=reference.Config(fixed_overhead_blocks=3))
+
+    def test_of_another_implementation(self, call):
+        args, kwargs, plan = call
+        module = recorder()[0]
+        module.Config = dataclasses.make_dataclass("Config", [("tile_n", int, 64)], frozen=True)
+        refused(
+            ValueError,
+            f"plan: must be made with a recorder.Config, got {plan.config!r}",
+            *args,
+            **(kwargs | {"impl": module}),
+            plan=plan,
+        )
+
+    def test_no_plan_at_all(self, call):
+        args, kwargs, plan = call
+        text = "plan: must be a mla_cute.DecodePlan, got tuple"
+        refused(TypeError, text, *args, **kwargs, plan=(plan.metadata, plan.num_splits))
+
+    def test_config_of_another_type(self, call):
+        args, kwargs, _ = call
+        text = "config: must be a recorder.Config, got {'tile_n': 64}"
+        refused(TypeError, text, *args, **kwargs, config={"tile_n": 64})
+
+    def test_config_is_checked_against_the_whole_problem(self):
+        """plan_decode sees no sink: a config that cannot have one is refused by the call, with or without plan."""
+
+        @dataclasses.dataclass(frozen=True)
+        class NoSink(reference.Config):
+            def check(self, problem):
+                if problem.has_attn_sink:
+                    raise ValueError("config: cannot have a sink, got one")
+
+        x = make_inputs(CASE)
+        module, compiled, _ = recorder()
+        module.Config = NoSink
+        plan = mla_cute.plan_decode(x.q, x.indices, topk_length=x.topk_length, config=NoSink())
+        args, text = (x.q, x.kv_cache, x.indices), "config: cannot have a sink, got one"
+        refused(ValueError, text, *args, **x.kwargs(), impl=module, plan=plan)
+        refused(ValueError, text, *args, **x.kwargs(), impl=module, config=NoSink())
+        assert compiled == []
+
+    def test_config_with_bad_numbers(self, call):
+        args, kwargs, _ = call
+        text = "tile_n: must be at least 1, got 0"
+        refused(ValueError, text, *args, **kwargs, config=reference.Config(tile_n=0))
+
+
+class TestImpl:
+    def test_cpu_takes_the_reference(self):
+        assert mla_cute.select_impl("cpu") is reference
+        assert mla_cute.select_impl(torch.device("cpu")).__name__ == "mla_cute.reference"
+
+    def test_cuda_takes_the_kernel_of_its_arch(self, monkeypatch):
+        shipped = types.ModuleType("mla_cute.sm90.sparse_decode")
+        monkeypatch.setitem(sys.modules, "mla_cute.sm90.sparse_decode", shipped)
+        monkeypatch.setattr(jit, "arch_of", lambda device: {0: "sm_90a", 1: "sm_80a"}[device.index])
+        interface._shipped_impl.cache_clear()
+        try:
+            assert mla_cute.select_impl("cuda:0") is shipped
+            with pytest.raises(NotImplementedError) as caught:
+                mla_cute.select_impl("cuda:1")
+            message = str(caught.value)
+            assert message.startswith("q: sparse_decode needs a GPU with a kernel (sm90")
+            assert "got sm_80a (cuda:1)" in message
+            assert "impl=mla_cute.reference" in message
+        finally:
+            interface._shipped_impl.cache_clear()
+
+    def test_by_name(self):
+        assert mla_cute.select_impl("cpu", "mla_cute.reference") is reference
+        x = make_inputs(CASE)
+        expected = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+        for impl in (reference, "mla_cute.reference", "mla_cute.reference"):
+            out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
+            assert_bitwise(out, expected[0])
+            assert_bitwise(lse, expected[1])
+
+    def test_by_path(self, tmp_path):
+        path = tmp_path / "sevens.py"
+        path.write_text(
+            "from mla_cute.reference import Config, default_config\n"
+            "def compile(problem, config, arch):\n"
+            "    return lambda *args: (args[10].fill_(7), args[11].fill_(8))\n"
+        )
+        x = make_inputs(CASE)
+        out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, impl=str(path))
+        assert (out == 7).all()
+        assert (lse == 8).all()
+        module = mla_cute.select_impl("cpu", str(path))
+        assert module is mla_cute.select_impl("cpu", str(path))
+        assert sys.modules[module.__name__] is module  # its classes pickle
+        assert module.__name__ != "sevens"  # and take nobody's place
+        del sys.modules[module.__name__]
+
+    def test_that_cannot_be_found(self, tmp_path):
+        missing = str(tmp_path / "missing.py")
+        for impl, message in (
+            (
+                "mla_cute.nowhere",
+                "impl: must be an importable module or the path of a .py file, got 'mla_cute.nowhere'",
+            ),
+            ("no_such_package.part", "impl: must be an importable module or the path of a .py file, got 'no_such_p"),
+            (missing, f"impl: no such file, got {missing!r}"),
+        ):
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+                mla_cute.select_impl("cpu", impl)
+
+    def test_failing_import_is_not_hidden(self, tmp_path, monkeypatch):
+        (tmp_path / "mla_cute_test_needy.py").write_text("import mla_cute_test_what_it_needs\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        for impl in ("mla_cute_test_needy", str(tmp_path / "mla_cute_test_needy.py")):
+            with pytest.raises(ModuleNotFoundError, match="mla_cute_test_what_it_needs"):
+                mla_cute.select_impl("cpu", impl)
+
+    def test_that_is_none(self):
+        for impl, got in ((math, "<module 'math'"), (7, "7"), ("math", "<module 'math'"), ({}, "{}")):
+            with pytest.raises(TypeError) as caught:
+                mla_cute.select_impl("cpu", impl)
+            message = str(caught.value)
+            assert message.startswith(
+                f"impl: must be a module with Config, default_config, compile, or its name or path, got {got}"
+            )
+            assert message.endswith("without Config, default_config, compile")
+
+
+class TestPackage:
+    def test_public_names(self):
+        for name in mla_cute.__all__:
+            assert getattr(mla_cute, name) is not None
+            assert name in dir(mla_cute)
+        assert {*mla_cute._HOME, *mla_cute._SUBMODULES, "__version__"} == {*mla_cute.__all__}
+        with pytest.raises(AttributeError, match=r"^module 'mla_cute' has no attribute 'dense_decode'$"):
+            mla_cute.dense_decode  # noqa: B018
+
+    def test_import_is_light(self):
+        code = (
+            "import sys, mla_cute\n"
+            "assert not {'torch', 'cutlass', 'numpy'} & {*sys.modules}, 'import mla_cute'\n"
+            "import mla_cute.flash_mla, mla_cute.testing\n"
+            "for name in mla_cute.__all__: getattr(mla_cute, name)\n"
+            "assert 'cutlass' not in sys.modules, 'the names'\n"
+            "import torch\n"
+            "q, kv_cache = torch.zeros(1, 1, 1, 576).bfloat16(), torch.zeros(1, 1, 1, 656).byte()\n"
+            "out, lse = mla_cute.sparse_decode(q, kv_cache, torch.full((1, 1, 1), -1, dtype=torch.int32))\n"
+            "assert 'cutlass' not in sys.modules, 'a call on the CPU'\n"
+            "print(out.abs().sum().item(), lse.item())\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stdout) == (0, "0.0 inf\n"), done.stderr

@@ -1,0 +1,354 @@
+"""The kernels behind mla_cute.sparse_decode: what the compiler makes of them (compile) and what they compute (gpu)."""
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import mla_cute
+from mla_cute import jit, reference
+from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_bitwise, assert_close, make_inputs
+from mla_cute.validate import Problem
+
+# ---- cpu tier: the arithmetic of Config ----
+
+
+@pytest.fixture
+def sm90():
+    return jit.arch_module("sparse_decode", "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tile_n": 32}, "tile_n must be 64, got 32"),
+        ({"num_stages": 3}, "num_stages must be 1 or 2, got 3"),
+        ({"q_tiles_in_registers": 3}, "q_tiles_in_registers must be 0, 1 or 2, got 3"),
+        ({"raw_slots": 3}, "raw_slots must .* got 3"),
+        ({"math0_columns": 192}, "math0_columns must be 128 or 256, got 192"),
+        ({"fixed_overhead_blocks": 0}, "fixed_overhead_blocks must be at least 1, got 0"),
+        ({"registers": (160, 240, 112)}, "sum <= 504"),
+        ({"registers": (150, 232, 112)}, "multiples of 8"),
+        ({"raw_slots": 4}, "shared memory needs 2[0-9]+ bytes, the limit is 232448"),
+        ({"q_tiles_in_registers": 0}, "shared memory needs"),
+    ],
+    ids=str,
+)
+def test_config_refuses(sm90, change, words):
+    problem = Problem(h_q=128)
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(sm90.default_config(problem), **change).check(problem)
+
+
+def test_config_refuses_another_format(sm90):
+    problem = dataclasses.replace(Problem(h_q=128), kv_format="model1")
+    with pytest.raises(NotImplementedError, match="v32 cache, got sparse_decode on model1"):
+        sm90.default_config(problem).check(problem)
+
+
+@pytest.mark.parametrize(
+    ("h_q", "s_q", "parts"), [(128, 1, 66), (128, 2, 33), (64, 1, 132), (1, 1, 132), (96, 1, 66), (128, 200, 1)]
+)
+def test_parts_fill_the_chip_once(sm90, h_q, s_q, parts):
+    problem = Problem(h_q=h_q)
+    assert sm90.default_config(problem).num_parts(problem, s_q, 132) == parts
+
+
+# ---- compile tier ----
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("h_q", "has_topk_length", "has_attn_sink"),
+    [(128, False, False), (128, True, True), (64, False, True), (96, True, False), (1, True, True)],
+)
+def test_sm90_compiles_without_spills(sm90, h_q, has_topk_length, has_attn_sink):
+    problem = Problem(h_q=h_q, has_topk_length=has_topk_length, has_attn_sink=has_attn_sink)
+    config = sm90.default_config(problem)
+    seen = jit.inspect(sm90, problem, config, "sm_90a")
+    main = [usage for name, usage in seen.resources.items() if name.startswith("mla_sparse_decode_sm90")]
+    assert len(main) == 1 and len(seen.resources) == 2  # and the combine
+    for name, usage in seen.resources.items():
+        assert (usage["STACK"], usage["LOCAL"]) == (0, 0), (name, usage)
+    assert main[0]["REG"] == 168  # at entry: 65,536 over 384 threads
+    assert seen.spill_bytes == 0
+    assert seen.advisories == ()  # no setmaxnreg ignored, no WGMMA serialised, no wait injected
+    (ptx,) = seen.ptx
+    for count in config.registers:
+        assert f"sync.aligned.u32 {count};" in " ".join(ptx.replace("\t", " ").split()), count
+    # QK: 36 steps of 16 dims. PV: 4 steps of 16 keys, one WGMMA for math0's columns and two for math1's.
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n64k16") == 36
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k16") == 4
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n192k16") == 8
+    assert "ld.local" not in ptx and "st.local" not in ptx
+
+
+# ---- gpu tier ----
+
+
+def decode_and_check(x, impl=None, **kwargs):
+    """One call, compared with the reference, which is computed behind it: reused memory must not hold the answer."""
+    out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl, **kwargs)
+    torch.cuda.synchronize()
+    ref_out, ref_lse = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+    assert_close(out, ref_out, **SPARSE_DECODE_OUT, name="out")
+    assert_close(lse, ref_lse, **SPARSE_DECODE_LSE, name="lse")
+    return out, lse
+
+
+SHAPES = [  # (s_kv, topk, page_block_size) of FlashMLA's own test
+    (512, 64, 2),
+    (512, 64, 64),
+    (512, 64, 69),
+    (1024, 576, 2),
+    (1024, 576, 61),
+    (2046, 2048, 2),
+    (2046, 2048, 64),
+    (2046, 2048, 576),
+]
+GRID = [
+    Case(b=b, h_q=h_q, s_q=s_q, s_kv=s_kv, topk=topk, page_block_size=page, varlen=varlen, sink=True)
+    for (s_kv, topk, page), b, s_q, h_q, varlen in itertools.product(
+        SHAPES, (4, 74, 321), (1, 3), (64, 128), (True, False)
+    )
+    if varlen or b == 74
+]
+CORNERS = [
+    Case(b=b, h_q=h_q, s_q=3, s_kv=s_kv, topk=topk, page_block_size=page, varlen=True, all_invalid=all_invalid,
+         zero_length=zero_length, sink=sink)
+    for (s_kv, topk, page), b, h_q, all_invalid, zero_length, sink in itertools.product(
+        [(512, 64, 61), (650, 576, 53)], (4, 74, 321), (64, 128), (True, False), (True, False), (True, False)
+    )
+    if all_invalid or zero_length or sink
+]  # fmt: skip
+BEYOND = [  # what FlashMLA refuses or does not test
+    *(
+        Case(b=5, h_q=h_q, s_q=2, s_kv=700, topk=133, varlen=True, sink=True)
+        for h_q in (1, 2, 8, 16, 32, 63, 65, 96, 127)
+    ),
+    *(Case(b=9, h_q=128, s_kv=3000, topk=topk, varlen=True, sink=True) for topk in (1, 2, 63, 65, 133, 2176)),
+    Case(b=9, h_q=128, s_q=3, s_kv=900, topk=700, holes=True, sink=True),
+    Case(b=9, h_q=64, s_q=3, s_kv=900, topk=700, duplicates=True, holes=True),
+    *(Case(b=7, h_q=128, s_q=2, s_kv=1200, topk=640, scales=scales, holes=True) for scales in ("amax", "random")),
+    *(
+        Case(b=b, h_q=h_q, s_q=s_q, s_kv=2000, topk=topk, topk_length=True, sink=True, page_block_size=page)
+        for b, h_q, s_q, topk, page in (
+            (1, 128, 1, 2048, 64),
+            (6, 128, 1, 577, 61),
+            (74, 64, 3, 300, 1),
+            (300, 16, 2, 65, 7),
+        )
+    ),
+    Case(b=6, h_q=128, s_q=2, s_kv=800, topk=321, odd_rows=True, topk_length=True),
+    Case(b=6, h_q=128, s_q=2, s_kv=800, topk=320, strided=False),
+    Case(b=1, h_q=128, s_kv=40000, topk=20000, page_block_size=64, sink=True),
+    Case(b=2, h_q=64, s_q=70, s_kv=300, topk=128, sink=True),
+    Case(b=4096, h_q=16, s_kv=64, topk=64, topk_length=True),
+]
+
+
+CASES = GRID + CORNERS + BEYOND
+
+
+@pytest.fixture(scope="module")
+def compiled(impl):
+    """Every kernel of CASES, compiled ahead in parallel processes: one after the other they take minutes."""
+    module = mla_cute.select_impl("cuda", impl)
+    problems = {Problem(h_q=c.h_q, has_topk_length=c.topk_length, has_attn_sink=c.sink) for c in CASES}
+    arch = jit.arch_of(torch.device("cuda", 0))
+    jit.compile_ahead([jit.Job(module, p, module.default_config(p), arch) for p in problems], progress=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_reference(case, impl):
+    decode_and_check(make_inputs(case, "cuda"), impl)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [GRID[5], BEYOND[0], BEYOND[10]], ids=str)
+def test_against_unquantised_keys(case, impl):
+    """The loose oracle: the keys before quantisation. An error shared with our dequantisation would not hide here."""
+    x = make_inputs(case, "cuda")
+    out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
+    ref_out, ref_lse = reference.sparse_decode(x.q, x.kv, x.indices, **x.kwargs())
+    finite = torch.isfinite(ref_lse)
+    assert_bitwise(torch.isfinite(lse), finite, name="isfinite(lse)")
+    assert (lse - ref_lse)[finite].abs().max() < 0.02
+    assert (out.float() - ref_out.float()).norm() < 0.06 * ref_out.float().norm()  # e4m3: 3 mantissa bits
+
+
+# Some requests split, some whole.
+REPEAT = Case(b=74, h_q=128, s_q=2, s_kv=3000, topk=2048, varlen=True, sink=True, topk_length=True)
+
+
+@pytest.mark.gpu
+def test_twenty_runs_give_the_same_bits(impl):
+    x = make_inputs(REPEAT, "cuda")
+    first = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
+    for _ in range(20):
+        again = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
+        assert_bitwise(again[0], first[0], name="out")
+        assert_bitwise(again[1], first[1], name="lse")
+
+
+@pytest.mark.gpu
+def test_permuted_requests_give_permuted_results(impl):
+    """Bitwise where no request is split in either order: then nothing of a request depends on its neighbours."""
+    x = make_inputs(Case(b=64, h_q=128, s_q=2, s_kv=3000, topk=1024, sink=True, strided=False), "cuda")
+    order = torch.randperm(64, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
+    p_out, p_lse = mla_cute.sparse_decode(x.q[order], x.kv_cache, x.indices[order], **x.kwargs(), impl=impl)
+    plan = mla_cute.plan_decode(x.q, x.indices)
+    assert torch.equal(plan.num_splits.diff(), torch.ones(64, dtype=torch.int32, device="cuda"))
+    assert_bitwise(p_out, out[order], name="out")
+    assert_bitwise(p_lse, lse[order], name="lse")
+
+
+@pytest.mark.gpu
+def test_permuted_requests_with_splits(impl):
+    x = make_inputs(dataclasses.replace(REPEAT, strided=False), "cuda")
+    order = torch.randperm(74, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    kwargs = x.kwargs() | {"topk_length": x.topk_length[order]}
+    out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
+    p_out, p_lse = mla_cute.sparse_decode(x.q[order], x.kv_cache, x.indices[order], **kwargs, impl=impl)
+    assert_close(p_out, out[order], **SPARSE_DECODE_OUT, name="out")
+    assert_close(p_lse, lse[order], **SPARSE_DECODE_LSE, name="lse")
+
+
+@pytest.mark.gpu
+def test_a_plan_serves_other_inputs(impl):
+    x, y = (make_inputs(dataclasses.replace(REPEAT, topk_length=False, seed=seed), "cuda") for seed in (0, 1))
+    plan = mla_cute.plan_decode(x.q, x.indices, impl=impl)
+    decode_and_check(x, impl, plan=plan)
+    decode_and_check(y, impl, plan=plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_cache_dtypes(impl, dtype):
+    x = make_inputs(Case(b=4, topk=133, sink=True), "cuda")
+    out, lse = decode_and_check(x, impl)
+    again = mla_cute.sparse_decode(x.q, x.kv_cache.view(dtype), x.indices, **x.kwargs(), impl=impl)
+    assert_bitwise(again[0], out, name="out")
+    assert_bitwise(again[1], lse, name="lse")
+
+
+@pytest.mark.gpu
+def test_given_outputs_and_nothing_else_are_written(impl):
+    """Strided out and lse between guards: the kernel writes its rows and not a byte more, split or not."""
+    x = make_inputs(dataclasses.replace(REPEAT, h_q=40, b=5), "cuda")
+    out_pool = torch.full((5, 2, 48, 640), 7.0, dtype=torch.bfloat16, device="cuda")
+    lse_pool = torch.full((5, 2, 48), 7.0, device="cuda")
+    out, lse = out_pool[:, :, 4:44, 64:576], lse_pool[:, :, 4:44]
+    got = decode_and_check(x, impl, out=out, lse=lse)
+    assert got[0].data_ptr() == out.data_ptr() and got[1].data_ptr() == lse.data_ptr()
+    out.fill_(7.0)
+    lse.fill_(7.0)
+    assert (out_pool == 7.0).all() and (lse_pool == 7.0).all()
+
+
+@pytest.mark.gpu
+def test_graph_replays_with_other_inputs(impl):
+    """Planned and decoded in one captured graph: a replay sees new lengths, indices and keys."""
+    x, y = (make_inputs(dataclasses.replace(REPEAT, strided=False, seed=seed), "cuda") for seed in (0, 1))
+    num_blocks = max(x.kv_cache.shape[0], y.kv_cache.shape[0])
+    static_cache = torch.zeros(num_blocks, 64, 1, 656, dtype=torch.uint8, device="cuda")
+    q, indices, length = x.q.clone(), x.indices.clone(), x.topk_length.clone()
+    kwargs = x.kwargs() | {"topk_length": length, "impl": impl}
+
+    def fill(z):
+        q.copy_(z.q)
+        indices.copy_(z.indices)
+        length.copy_(z.topk_length)
+        static_cache[: z.kv_cache.shape[0]].copy_(z.kv_cache)
+
+    fill(x)
+    mla_cute.sparse_decode(q, static_cache, indices, **kwargs)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = mla_cute.sparse_decode(q, static_cache, indices, **kwargs)
+    for z in (y, x):
+        fill(z)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        ref_out, ref_lse = reference.sparse_decode(
+            z.q, z.kv_cache, z.indices, softmax_scale=x.softmax_scale, topk_length=z.topk_length, attn_sink=x.attn_sink
+        )
+        assert_close(out, ref_out, **SPARSE_DECODE_OUT, name="out")
+        assert_close(lse, ref_lse, **SPARSE_DECODE_LSE, name="lse")
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream(impl):
+    """Ordered behind work of a side stream that makes its input late: a launch on another stream would read zeros."""
+    x = make_inputs(Case(b=4, topk=512, s_kv=600, strided=False), "cuda")
+    mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
+    late_q = torch.zeros_like(x.q)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # cycles: some 25 ms
+        late_q.copy_(x.q)
+        out, lse = mla_cute.sparse_decode(late_q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
+    stream.synchronize()
+    ref_out, ref_lse = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+    assert_close(out, ref_out, **SPARSE_DECODE_OUT, name="out")
+    assert_close(lse, ref_lse, **SPARSE_DECODE_LSE, name="lse")
+
+
+@pytest.mark.gpu
+def test_context_survives_refusals(impl):
+    x = make_inputs(Case(b=4, topk=133), "cuda")
+    for bad in ({"softmax_scale": -1.0}, {"topk_length": x.indices[:, 0, 0].float()}, {"attn_sink": x.q[0, 0, :, 0]}):
+        with pytest.raises((ValueError, TypeError)):
+            mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **bad, impl=impl)
+    with pytest.raises(ValueError, match="kv_cache"):
+        mla_cute.sparse_decode(x.q, x.kv_cache.cpu(), x.indices, impl=impl)
+    with pytest.raises(ValueError, match="plan"):
+        plan = mla_cute.plan_decode(x.q[:2], x.indices[:2], impl=impl)
+        mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, plan=plan, impl=impl)
+    decode_and_check(x, impl)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", [{"num_stages": 1}, {"raw_slots": 1}, {"fixed_overhead_blocks": 1}], ids=str)
+def test_other_configs_compute_the_same(sm90, change):
+    config = dataclasses.replace(sm90.default_config(Problem(h_q=128)), **change)
+    decode_and_check(make_inputs(REPEAT, "cuda"), config=config)
+
+
+MEMCHECK = """
+import torch, mla_cute
+from mla_cute.testing import Case, make_inputs
+ragged = Case(b=3, h_q=40, s_q=2, s_kv=200, topk=133, topk_length=True, sink=True)
+split = Case(b=1, h_q=128, s_kv=600, topk=512)
+for case in (ragged, split):
+    x = make_inputs(case, "cuda")
+    mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+    torch.cuda.synchronize()
+print("ran")
+"""
+
+
+@pytest.mark.gpu
+def test_memcheck():
+    """compute-sanitizer over one small unsplit-and-ragged and one split case: no error."""
+    tool = os.environ.get("COMPUTE_SANITIZER", "/usr/local/cuda/bin/compute-sanitizer")
+    if not os.path.exists(tool):
+        pytest.skip(f"no compute-sanitizer at {tool} (set COMPUTE_SANITIZER)")
+    done = subprocess.run(
+        [tool, "--tool", "memcheck", sys.executable, "-c", MEMCHECK],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "ran" in done.stdout and "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr

@@ -1,0 +1,401 @@
+"""validate.py: each bad argument is refused with a message that names it, says what is needed and what came."""
+
+import re
+
+import pytest
+import torch
+
+from mla_cute import validate
+from mla_cute.validate import Problem, check_sparse_decode
+
+B, S_Q, H_Q, TOPK, BLOCKS, PAGE = 2, 3, 4, 5, 6, 7
+BF16, F32, I32, U8 = torch.bfloat16, torch.float32, torch.int32, torch.uint8
+
+
+def good(**changes):
+    args = {
+        "q": torch.zeros(B, S_Q, H_Q, 576, dtype=BF16),
+        "kv_cache": torch.zeros(BLOCKS, PAGE, 1, 656, dtype=U8),
+        "indices": torch.zeros(B, S_Q, TOPK, dtype=I32),
+        "softmax_scale": 0.1,
+        "topk_length": torch.zeros(B, dtype=I32),
+        "attn_sink": torch.zeros(H_Q),
+        "out": torch.zeros(B, S_Q, H_Q, 512, dtype=BF16),
+        "lse": torch.zeros(B, S_Q, H_Q),
+    }
+    return args | changes
+
+
+def check(args):
+    args = dict(args)
+    return check_sparse_decode(args.pop("q"), args.pop("kv_cache"), args.pop("indices"), **args)
+
+
+def strided(shape, stride, dtype, offset=0):
+    """Zeros with these strides (elements), `offset` elements past an aligned address."""
+    size = offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride))
+    return torch.zeros(size, dtype=dtype).as_strided(shape, stride, offset)
+
+
+def q_like(*shape, dtype=BF16):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+class TestGood:
+    def test_problem_says_what_is_there(self):
+        assert check(good()) == Problem("sparse_decode", H_Q, 576, 512, "v32", True, True)
+        bare = good(softmax_scale=None, topk_length=None, attn_sink=None, out=None, lse=None)
+        assert check(bare) == Problem("sparse_decode", H_Q, 576, 512, "v32", False, False)
+        assert check(bare | {"attn_sink": torch.zeros(H_Q)}) == Problem(h_q=H_Q, has_attn_sink=True)
+
+    @pytest.mark.parametrize("h_q, tiles", [(1, 1), (64, 1), (65, 2), (128, 2)])
+    def test_head_tiles(self, h_q, tiles):
+        args = good(q=q_like(1, 1, h_q, 576), indices=torch.zeros(1, 1, 1, dtype=I32))
+        args |= dict.fromkeys(("topk_length", "attn_sink", "out", "lse"))
+        problem = check(args)
+        assert (problem.h_q, problem.head_tiles) == (h_q, tiles)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"kv_cache": torch.zeros(BLOCKS, PAGE, 1, 656, dtype=torch.int8)},
+            {"kv_cache": torch.zeros(BLOCKS, PAGE, 1, 656, dtype=U8).view(torch.float8_e4m3fn)},
+            {"kv_cache": strided((BLOCKS, PAGE, 1, 656), (PAGE * 656 + 16, 656, 1, 1), U8)},  # gaps between pages
+            {"kv_cache": strided((BLOCKS, 1, 1, 656), (672, 3, 5, 1), U8)},  # strides that are never walked
+            {"kv_cache": strided((1, PAGE, 1, 656), (7, 656, 1, 1), U8)},
+            {"kv_cache": torch.zeros(1, 1, 1, 656, dtype=U8).expand(2**31 - 1, 1, 1, 656)},  # the largest index
+            {"q": strided((B, S_Q, H_Q, 576), (20000, 6000, 584, 1), BF16)},
+            {"q": q_like(1, S_Q, H_Q, 576).expand(B, -1, -1, -1)},
+            {"q": strided((B, S_Q, H_Q, 576), (S_Q * 576, 576, B * S_Q * 576, 1), BF16)},  # heads outermost
+            {"indices": strided((B, S_Q, TOPK), (23, 7, 1), I32, offset=1)},
+            {"out": strided((B, S_Q, H_Q, 512), (8000, 2100 + 4, 520, 1), BF16)},
+            {"lse": strided((B, S_Q, H_Q), (H_Q, B * H_Q, 1), F32)},
+            {"softmax_scale": 1},
+        ],
+        ids=lambda changes: "-".join(changes),
+    )
+    def test_every_legal_layout_passes(self, changes):
+        assert check(good(**changes)) == Problem(h_q=H_Q, has_topk_length=True, has_attn_sink=True)
+
+    def test_dims_of_size_1_may_have_any_stride(self):
+        args = good(q=strided((1, 1, 1, 576), (3, 5, 7, 1), BF16), indices=strided((1, 1, 1), (2, 3, 4), I32))
+        args |= {"out": strided((1, 1, 1, 512), (3, 5, 7, 1), BF16), "lse": strided((1, 1, 1), (2, 3, 4), F32)}
+        args |= {"topk_length": strided((1,), (9,), I32), "attn_sink": strided((1,), (9,), F32)}
+        assert check(args) == Problem(h_q=1, has_topk_length=True, has_attn_sink=True)
+
+    def test_empty_batch_needs_no_page(self):
+        args = good(q=q_like(0, S_Q, H_Q, 576), indices=torch.zeros(0, S_Q, TOPK, dtype=I32))
+        args |= {"kv_cache": torch.zeros(0, PAGE, 1, 656, dtype=U8), "topk_length": torch.zeros(0, dtype=I32)}
+        args |= {"out": q_like(0, S_Q, H_Q, 512), "lse": torch.zeros(0, S_Q, H_Q)}
+        assert check(args).h_q == H_Q
+
+
+# argument, value, error, message behind the argument's name
+BAD = [
+    # q
+    ("q", None, TypeError, "must be a torch.Tensor, got NoneType"),
+    ("q", q_like(B, S_Q, H_Q, 576).tolist(), TypeError, "must be a torch.Tensor, got list"),
+    ("q", q_like(B, S_Q, H_Q, 576).to_sparse(), TypeError, "must be a dense (strided) tensor, got torch.sparse_coo"),
+    ("q", q_like(B, S_Q, H_Q, 576, dtype=torch.float16), TypeError, "dtype must be bfloat16, got torch.float16"),
+    ("q", q_like(B, S_Q, 576), ValueError, "must have 4 dims [b, s_q, h_q, d_qk], got shape [2, 3, 576]"),
+    ("q", q_like(B, S_Q, H_Q, 576).to("meta"), ValueError, "device must be cpu or cuda, got meta"),
+    (
+        "q",
+        q_like(B, S_Q, H_Q, 512),
+        ValueError,
+        "last dim d_qk must be 576 (V32: 512 latent + 64 RoPE values), got 512",
+    ),
+    ("q", q_like(B, S_Q, 0, 576), ValueError, "h_q (dim 2) must be 1 to 128, got 0"),
+    ("q", q_like(B, S_Q, 129, 576), ValueError, "h_q (dim 2) must be 1 to 128, got 129"),
+    ("q", q_like(B, 0, H_Q, 576), ValueError, "s_q (dim 1) must be at least 1, got 0"),
+    ("q", q_like(B, S_Q, 576, H_Q).mT, ValueError, "last dim must be contiguous (stride 1), got stride 4"),
+    (
+        "q",
+        strided((B, S_Q, H_Q, 576), (9999, 4 * 576, 576, 1), BF16),
+        ValueError,
+        "stride of dim 0 must be a multiple of 16 bytes (8 elements), got 9999 elements",
+    ),
+    (
+        "q",
+        strided((B, S_Q, H_Q, 576), (8000, 4 * 576 + 4, 576, 1), BF16),
+        ValueError,
+        "stride of dim 1 must be a multiple of 16 bytes (8 elements), got 2308 elements",
+    ),
+    (
+        "q",
+        strided((B, S_Q, H_Q, 576), (8000, 2320, 577, 1), BF16),
+        ValueError,
+        "stride of dim 2 must be a multiple of 16 bytes (8 elements), got 577 elements",
+    ),
+    (
+        "q",
+        strided((B, S_Q, H_Q, 576), (S_Q * H_Q * 576, H_Q * 576, 576, 1), BF16, offset=4),
+        ValueError,
+        "first element must be 16-byte aligned, got an address 8 bytes past one",
+    ),
+    # kv_cache
+    ("kv_cache", "cache", TypeError, "must be a torch.Tensor, got str"),
+    (
+        "kv_cache",
+        torch.zeros(BLOCKS, PAGE, 1, 656, dtype=BF16),
+        TypeError,
+        "dtype must be uint8 or int8 or float8_e4m3fn, got torch.bfloat16",
+    ),
+    (
+        "kv_cache",
+        torch.zeros(BLOCKS, PAGE, 656, dtype=U8),
+        ValueError,
+        "must have 4 dims [num_blocks, page_block_size, 1, 656], got shape [6, 7, 656]",
+    ),
+    (
+        "kv_cache",
+        torch.zeros(BLOCKS, PAGE, 1, 576, dtype=U8),
+        ValueError,
+        "last dim must be 656 bytes for V32, got 576",
+    ),
+    (
+        "kv_cache",
+        torch.zeros(BLOCKS, PAGE, 2, 656, dtype=U8),
+        ValueError,
+        "h_kv (dim 2) must be 1, MLA has one KV head, got 2",
+    ),
+    (
+        "kv_cache",
+        torch.zeros(BLOCKS, 0, 1, 656, dtype=U8),
+        ValueError,
+        "page_block_size (dim 1) must be at least 1, got 0",
+    ),
+    (
+        "kv_cache",
+        torch.zeros(0, PAGE, 1, 656, dtype=U8),
+        ValueError,
+        "num_blocks (dim 0) must be at least 1 for a non-empty batch, got 0",
+    ),
+    (
+        "kv_cache",
+        torch.zeros(1, 64, 1, 656, dtype=U8).expand(2**25, 64, 1, 656),
+        ValueError,
+        (
+            "num_blocks * page_block_size must be at most 2147483647, the reach of an int32 index, "
+            "got 33554432 * 64 = 2147483648"
+        ),
+    ),
+    (
+        "kv_cache",
+        torch.zeros(BLOCKS, PAGE, 1, 1312, dtype=U8)[..., ::2],
+        ValueError,
+        "last dim must be contiguous (stride 1), got stride 2",
+    ),
+    (
+        "kv_cache",
+        strided((BLOCKS, PAGE, 1, 656), (8000, 672, 656, 1), U8),
+        ValueError,
+        "token stride (dim 1) must be 656 bytes, got 672",
+    ),
+    (
+        "kv_cache",
+        strided((BLOCKS, PAGE, 1, 656), (PAGE * 656 + 8, 656, 656, 1), U8),
+        ValueError,
+        "page stride (dim 0) must be a multiple of 16 bytes, got 4600",
+    ),
+    (
+        "kv_cache",
+        strided((BLOCKS, PAGE, 1, 656), (PAGE * 656, 656, 656, 1), U8, offset=1),
+        ValueError,
+        "first element must be 16-byte aligned, got an address 1 bytes past one",
+    ),
+    (
+        "kv_cache",
+        torch.zeros(BLOCKS, PAGE, 1, 656, dtype=U8).to("meta"),
+        ValueError,
+        "must be on the device of q (cpu), got meta",
+    ),
+    # indices
+    ("indices", [[[0]]], TypeError, "must be a torch.Tensor, got list"),
+    (
+        "indices",
+        torch.zeros(B, S_Q, TOPK, dtype=torch.int64),
+        TypeError,
+        "dtype must be int32, got torch.int64",
+    ),
+    ("indices", torch.zeros(B, TOPK, dtype=I32), ValueError, "must have 3 dims [b, s_q, topk], got shape [2, 5]"),
+    (
+        "indices",
+        torch.zeros(B, S_Q + 1, TOPK, dtype=I32),
+        ValueError,
+        "shape must be [b, s_q, topk] with b 2, s_q 3 of q, got [2, 4, 5]",
+    ),
+    (
+        "indices",
+        torch.zeros(B + 1, S_Q, TOPK, dtype=I32),
+        ValueError,
+        "shape must be [b, s_q, topk] with b 2, s_q 3 of q, got [3, 3, 5]",
+    ),
+    ("indices", torch.zeros(B, S_Q, 0, dtype=I32), ValueError, "topk (dim 2) must be at least 1, got 0"),
+    (
+        "indices",
+        torch.zeros(B, TOPK, S_Q, dtype=I32).mT,
+        ValueError,
+        "last dim must be contiguous (stride 1), got stride 3",
+    ),
+    (
+        "indices",
+        torch.zeros(B, S_Q, TOPK, dtype=I32).to("meta"),
+        ValueError,
+        "must be on the device of q (cpu), got meta",
+    ),
+    # topk_length
+    ("topk_length", 5, TypeError, "must be a torch.Tensor, got int"),
+    ("topk_length", torch.zeros(B, dtype=torch.int64), TypeError, "dtype must be int32, got torch.int64"),
+    ("topk_length", torch.zeros(B, S_Q, dtype=I32), ValueError, "must have 1 dim [b], got shape [2, 3]"),
+    ("topk_length", torch.zeros(B + 1, dtype=I32), ValueError, "shape must be [b] = [2], got [3]"),
+    ("topk_length", torch.zeros(2 * B, dtype=I32)[::2], ValueError, "must be contiguous (stride 1), got stride 2"),
+    (
+        "topk_length",
+        torch.zeros(B, dtype=I32, device="meta"),
+        ValueError,
+        "must be on the device of q (cpu), got meta",
+    ),
+    # attn_sink
+    ("attn_sink", [0.0] * H_Q, TypeError, "must be a torch.Tensor, got list"),
+    ("attn_sink", torch.zeros(H_Q, dtype=BF16), TypeError, "dtype must be float32, got torch.bfloat16"),
+    ("attn_sink", torch.zeros(1, H_Q), ValueError, "must have 1 dim [h_q], got shape [1, 4]"),
+    ("attn_sink", torch.zeros(64), ValueError, "shape must be [h_q] = [4], got [64]"),
+    ("attn_sink", torch.zeros(1).expand(H_Q), ValueError, "must be contiguous (stride 1), got stride 0"),
+    ("attn_sink", torch.zeros(H_Q, device="meta"), ValueError, "must be on the device of q (cpu), got meta"),
+    (
+        "attn_sink",
+        torch.zeros(H_Q, requires_grad=True),
+        ValueError,
+        (
+            "must not require grad: sparse_decode has no backward, call it under torch.no_grad() or pass "
+            "attn_sink.detach(), got requires_grad=True"
+        ),
+    ),
+    # softmax_scale
+    ("softmax_scale", torch.tensor(0.1), TypeError, "must be a Python float, got torch.Tensor"),
+    ("softmax_scale", "0.1", TypeError, "must be a Python float, got str"),
+    ("softmax_scale", True, TypeError, "must be a Python float, got bool"),
+    *(
+        (
+            "softmax_scale",
+            scale,
+            ValueError,
+            f"must be positive and finite in fp32 (1.17549e-38 to 3.40282e+38), got {scale}",
+        )
+        for scale in (0.0, -0.1, 0, float("nan"), float("inf"), 1e39, 1e-40)
+    ),
+    # out
+    ("out", "out", TypeError, "must be a torch.Tensor, got str"),
+    ("out", torch.zeros(B, S_Q, H_Q, 512), TypeError, "dtype must be bfloat16, got torch.float32"),
+    ("out", q_like(B * S_Q, H_Q, 512), ValueError, "must have 4 dims [b, s_q, h_q, d_v], got shape [6, 4, 512]"),
+    (
+        "out",
+        q_like(B, S_Q, H_Q, 576),
+        ValueError,
+        "shape must be [b, s_q, h_q, d_v] = [2, 3, 4, 512], got [2, 3, 4, 576]",
+    ),
+    (
+        "out",
+        q_like(B, H_Q, S_Q, 512),
+        ValueError,
+        "shape must be [b, s_q, h_q, d_v] = [2, 3, 4, 512], got [2, 4, 3, 512]",
+    ),
+    ("out", q_like(B, S_Q, 512, H_Q).mT, ValueError, "last dim must be contiguous (stride 1), got stride 4"),
+    (
+        "out",
+        strided((B, S_Q, H_Q, 512), (8000, 2400, 516, 1), BF16),
+        ValueError,
+        "stride of dim 2 must be a multiple of 16 bytes (8 elements), got 516 elements",
+    ),
+    (
+        "out",
+        strided((B, S_Q, H_Q, 512), (S_Q * H_Q * 512, H_Q * 512, 512, 1), BF16, offset=1),
+        ValueError,
+        "first element must be 16-byte aligned, got an address 2 bytes past one",
+    ),
+    (
+        "out",
+        q_like(1, S_Q, H_Q, 512).expand(B, -1, -1, -1),
+        ValueError,
+        "elements must not share memory, got shape [2, 3, 4, 512] with strides [0, 2048, 512, 1]",
+    ),
+    (
+        "out",
+        q_like(B, S_Q, H_Q, 512).to("meta"),
+        ValueError,
+        "must be on the device of q (cpu), got meta",
+    ),
+    # lse
+    ("lse", 1.0, TypeError, "must be a torch.Tensor, got float"),
+    ("lse", torch.zeros(B, S_Q, H_Q, dtype=BF16), TypeError, "dtype must be float32, got torch.bfloat16"),
+    ("lse", torch.zeros(B, S_Q), ValueError, "must have 3 dims [b, s_q, h_q], got shape [2, 3]"),
+    ("lse", torch.zeros(B, H_Q, S_Q), ValueError, "shape must be [b, s_q, h_q] = [2, 3, 4], got [2, 4, 3]"),
+    (
+        "lse",
+        torch.zeros(B, H_Q, S_Q).mT,
+        ValueError,
+        "last dim must be contiguous (stride 1), got stride 3",
+    ),
+    (
+        "lse",
+        torch.zeros(B, 1, H_Q).expand(-1, S_Q, -1),
+        ValueError,
+        "elements must not share memory, got shape [2, 3, 4] with strides [4, 0, 1]",
+    ),
+    ("lse", torch.zeros(B, S_Q, H_Q, device="meta"), ValueError, "must be on the device of q (cpu), got meta"),
+]
+
+
+@pytest.mark.parametrize("name, value, error, message", BAD, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(BAD)])
+def test_bad_argument(name, value, error, message):
+    check(good())  # what passed before must not hide what comes now
+    with pytest.raises(error, match=f"^{re.escape(f'{name}: {message}')}$"):
+        check(good(**{name: value}))
+
+
+@pytest.mark.parametrize("name", ["q", "attn_sink", "out", "lse"])
+def test_requires_grad(name):
+    args = good()
+    check(args)
+    args[name].requires_grad_()
+    message = re.escape(f"{name}: must not require grad: sparse_decode has no backward")
+    with pytest.raises(ValueError, match=f"^{message}.*got requires_grad=True$"):
+        check(args)
+    with torch.no_grad():
+        assert check(args).h_q == H_Q
+    with torch.inference_mode():
+        assert check(args).h_q == H_Q
+
+
+def test_same_metadata_is_checked_once(monkeypatch):
+    calls = []
+    inner = validate._check_sparse_decode
+    monkeypatch.setattr(validate, "_passed", {})
+    monkeypatch.setattr(validate, "_check_sparse_decode", lambda *args: calls.append(args) or inner(*args))
+    first = check(good())
+    assert check(good()) is first
+    assert check(good(softmax_scale=0.3)) is first
+    assert len(calls) == 1
+    changed = check(good(topk_length=None))
+    assert (len(calls), changed.has_topk_length) == (2, False)
+    assert check(good(kv_cache=torch.zeros(9, PAGE, 1, 656, dtype=U8))) is not first  # one object per metadata
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("name, dtype, offset", [("q", BF16, 1), ("kv_cache", U8, 8), ("out", BF16, 4)])
+def test_address_is_looked_at_every_time(name, dtype, offset):
+    args = good()
+    check(args)
+    shape, stride = args[name].shape, args[name].stride()
+    args[name] = strided(shape, stride, dtype, offset)
+    with pytest.raises(ValueError, match=f"^{name}: first element must be 16-byte aligned"):
+        check(args)
+
+
+def test_memo_is_bounded(monkeypatch):
+    monkeypatch.setattr(validate, "_passed", {})
+    monkeypatch.setattr(validate, "_MEMO_ENTRIES", 3)
+    for blocks in range(1, 11):
+        check(good(kv_cache=torch.zeros(blocks, PAGE, 1, 656, dtype=U8)))
+        assert 1 <= len(validate._passed) <= 3
