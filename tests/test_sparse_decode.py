@@ -180,7 +180,7 @@ def test_against_unquantised_keys(case, impl):
     finite = torch.isfinite(ref_lse)
     assert_bitwise(torch.isfinite(lse), finite, name="isfinite(lse)")
     assert (lse - ref_lse)[finite].abs().max() < 0.02
-    assert (out.float() - ref_out.float()).norm() < 0.06 * ref_out.float().norm()  # e4m3: 3 mantissa bits
+    assert (out.float() - ref_out.float()).norm() <= 0.06 * ref_out.float().norm()  # e4m3: 3 mantissa bits
 
 
 # Some requests split, some whole.
@@ -320,8 +320,14 @@ def test_context_survives_refusals(impl):
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", [{"num_stages": 1}, {"raw_slots": 1}, {"fixed_overhead_blocks": 1}], ids=str)
 def test_other_configs_compute_the_same(sm90, change):
+    """Several runs each: with one ring slot a refill that overtakes the reads of its slot showed in a third of them."""
     config = dataclasses.replace(sm90.default_config(Problem(h_q=128)), **change)
-    decode_and_check(make_inputs(REPEAT, "cuda"), config=config)
+    x = make_inputs(REPEAT, "cuda")
+    out, lse = decode_and_check(x, config=config)
+    for _ in range(40):
+        again = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), config=config)
+        assert_bitwise(again[0], out, name="out")
+        assert_bitwise(again[1], lse, name="lse")
 
 
 MEMCHECK = """

@@ -421,12 +421,6 @@ class SparseDecode:
                         piece_addr = base + row * pitch + (2 * c + odd_tile) * SW128_COLUMNS + piece * 16
                         codes[None, c].store(load_smem_16b(piece_addr).load())
                     rope = load_smem_16b(base + rope_row * pitch + V32.rope_offset + rope_piece * 16)
-                    cute.arch.sync_warp()  # every lane has read the slot before its refill is issued
-                    ahead = g + slots
-                    if ahead < groups:
-                        self.fill(raw_warp, full_warp, slot, ahead, lane, src, mask)
-                    else:
-                        self.fill(raw_warp, full_warp, slot, ahead - groups, lane, next_src, next_mask)
                     if g == 0:
                         cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
                     # Skipped tokens become zero rows: P is 0 there, and 0 * NaN must not reach O.
@@ -447,6 +441,14 @@ class SparseDecode:
                     rope_swizzle = (rope_piece ^ (rope_row + 4 * (g & 1))) * 16
                     rope_tile = stage_base + (self.num_tiles - 1) * tile_bytes
                     store_smem_16b(rope_tile + (16 * w + 4 * g + rope_row) * 128 + rope_swizzle, rope)
+                    # The refill comes behind the stores: they need what every lane read from the slot, so those reads are
+                    # over. Issued right behind them it overtook reads that queued behind WGMMA's (seen on an H200).
+                    cute.arch.sync_warp()
+                    ahead = g + slots
+                    if ahead < groups:
+                        self.fill(raw_warp, full_warp, slot, ahead, lane, src, mask)
+                    else:
+                        self.fill(raw_warp, full_warp, slot, ahead - groups, lane, next_src, next_mask)
                 if lane == 0:
                     cute.make_tensor(valid + stage * 4, 4)[w] = Uint16(mask)
                 cute.arch.fence_proxy("async.shared", space="cta")  # K's generic stores become visible to WGMMA
