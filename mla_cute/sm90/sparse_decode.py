@@ -405,7 +405,7 @@ class SparseDecode:
         n = Int32(0)  # blocks done by this CTA: stage and phase follow from it
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, r)
-            for i in cutlass.range(work.first_block, work.last_block, unroll=1):
+            for _ in cutlass.range(work.first_block, work.last_block, unroll=1):
                 stage, phase = ring(n, self.stages)
                 stage_base = k_base + stage * stage_bytes
                 next_src, next_mask = self.resolve(params, index)

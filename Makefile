@@ -1,0 +1,30 @@
+# Every target makes .venv when it is missing. PYTHON=python3.12 make demo   picks another interpreter.
+PYTHON ?= python3
+PY := .venv/bin/python
+
+.PHONY: demo test lint compile gpu bench clean
+
+demo: .venv/.ready  ## the main job: on the GPU if there is one, else on the CPU
+	$(PY) examples/sparse_decode.py
+
+test: .venv/.ready  ## everything that needs no GPU
+	$(PY) -m pytest -q -m "not gpu"
+
+lint: .venv/.ready
+	$(PY) -m ruff check .
+
+compile: .venv/.ready  ## every kernel compiles, without spills
+	$(PY) -m pytest -q -m compile
+
+gpu: .venv/.ready  ## the kernels' numbers; needs a Hopper GPU
+	$(PY) -m pytest -q -m gpu
+
+bench: .venv/.ready  ## needs a Hopper GPU
+	$(PY) -m mla_cute.bench sparse_decode
+
+# torch first and pinned: where no GPU is, a CPU build of the same version may be at hand, and the rest must not replace it.
+.venv/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv && $(PY) -m pip install -q torch==2.13.0 && $(PY) -m pip install -q -e ".[test,bench]" && touch $@
+
+clean:
+	rm -rf .venv
