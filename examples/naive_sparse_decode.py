@@ -62,7 +62,7 @@ class NaiveSparseDecode:
     def __call__(
         self, q: cute.Tensor, kv_cache: cute.Tensor, indices: cute.Tensor, topk_length: cute.Tensor | None,
         attn_sink: cute.Tensor | None, softmax_scale: Float32, metadata: cute.Tensor, num_splits: cute.Tensor,
-        o_partial: cute.Tensor, lse_partial: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, stream,
+        scratch: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, stream,
     ):  # fmt: skip
         """The arguments of every implementation; this one ignores the plan: metadata, num_splits and the partials."""
         # Head groups of a query token are neighbours in the grid: all but the first find the records in L2.
@@ -159,7 +159,7 @@ def compile(problem: Problem, config: Config, arch: str):
     if arch == "cpu":
         raise NotImplementedError("q: must be on a CUDA GPU for the naive kernel, got a CPU tensor")
     sym, sym64 = cute.sym_int, cute.sym_int64
-    b, s_q, h_q, slots = sym(), sym(), problem.h_q, sym()
+    b, s_q, h_q = sym(), sym(), problem.h_q
 
     def rows(dtype, shape, divisibility, align):  # last dim contiguous, the other strides free
         strides = tuple(sym64(divisibility=divisibility) for _ in shape[:-1])
@@ -175,8 +175,7 @@ def compile(problem: Problem, config: Config, arch: str):
         Float32(0),  # softmax_scale
         jit.fake_tensor(Int32, (sym(), 8)),  # metadata
         jit.fake_tensor(Int32, (sym(),)),  # num_splits
-        jit.fake_tensor(Float32, (slots, s_q, h_q, V32.d_v)),  # o_partial
-        jit.fake_tensor(Float32, (slots, s_q, h_q)),  # lse_partial
+        jit.fake_tensor(Float32, (sym(),)),  # scratch
         rows(BFloat16, (b, s_q, h_q, V32.d_v), 8, 16),  # out
         rows(Float32, (b, s_q, h_q), 1, 4),  # lse
         jit.fake_stream(),

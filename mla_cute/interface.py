@@ -115,8 +115,7 @@ def sparse_decode(
             d_qk**-0.5 if softmax_scale is None else float(softmax_scale),
             plan.metadata,
             plan.num_splits,
-            q.new_empty((slots, s_q, h_q, problem.d_v), dtype=torch.float32),  # o_partial
-            q.new_empty((slots, s_q, h_q), dtype=torch.float32),  # lse_partial
+            q.new_empty((slots * s_q * h_q * (problem.d_v + 1),), dtype=torch.float32),  # scratch
             out,
             lse,
         )

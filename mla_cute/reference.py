@@ -371,10 +371,9 @@ def compile(problem: Problem, config: Config, arch: str | None = None) -> Callab
         topk_length: torch.Tensor | None,  # [b] int32
         attn_sink: torch.Tensor | None,  # [h_q] fp32
         softmax_scale: float,
-        metadata: torch.Tensor | None,  # this and the next three: not used
+        metadata: torch.Tensor | None,  # this and the next two: not used
         num_splits: torch.Tensor | None,
-        o_partial: torch.Tensor | None,
-        lse_partial: torch.Tensor | None,
+        scratch: torch.Tensor | None,
         out: torch.Tensor,  # [b, s_q, h_q, d_v] bf16, any strides
         lse: torch.Tensor,  # [b, s_q, h_q] fp32, any strides
     ) -> None:

@@ -21,7 +21,7 @@ SMALL = ["--device", "cpu", "--seq-lens", "40", "130", "--topk", "64", "--layers
 
 
 def run_script(path, *args, **env):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env}
     return subprocess.run(
         [sys.executable, path, *args], check=False, env=env, capture_output=True, text=True, timeout=300
     )

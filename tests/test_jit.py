@@ -148,7 +148,7 @@ LOAD_IN_NEW_PROCESS = """
 
 
 def new_process(code: str) -> subprocess.Popen:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
         env=env,

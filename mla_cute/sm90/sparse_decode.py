@@ -209,8 +209,7 @@ class SparseDecode:
         softmax_scale: Float32,
         metadata: cute.Tensor,
         num_splits: cute.Tensor,
-        o_partial: cute.Tensor,
-        lse_partial: cute.Tensor,
+        scratch: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
         stream,
@@ -264,6 +263,12 @@ class SparseDecode:
             sK: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_k)], 1024]
 
         self.Smem = Smem
+        # Scratch: the pieces' O, behind them their lse. One part alone splits nothing and needs none.
+        s_q, slots = q.shape[1], 2 * metadata.shape[0]
+        rows = cute.make_layout((slots, s_q, self.h_q), stride=(s_q * self.h_q, self.h_q, 1))
+        lse_partial = cute.make_tensor(scratch.iterator + Int64(cute.size(rows)) * V32.d_v, rows)
+        o_strides = (s_q * self.h_q * V32.d_v, self.h_q * V32.d_v, V32.d_v, 1)
+        o_partial = cute.make_tensor(scratch.iterator, cute.make_layout((*rows.shape, V32.d_v), stride=o_strides))
         params = Params(
             q, kv_cache, indices, topk_length, attn_sink, metadata, o_partial, lse_partial, lse, softmax_scale * LOG2_E
         )
@@ -809,12 +814,13 @@ SparseDecode.kernel.set_name_prefix("mla_sparse_decode_sm90", remove_cutlass_sym
 def compile(problem: Problem, config: Config, arch: str):
     """Compiles split kernel and combine into one launchable function; fake tensors in, nothing is launched.
 
-    Returns a function of (q, kv_cache, indices, topk_length, attn_sink, softmax_scale, metadata, num_splits, o_partial,
-    lse_partial, out, lse), shapes as in `Params`, out [b, s_q, h_q, 512] bf16.
+    Returns a function of (q, kv_cache, indices, topk_length, attn_sink, softmax_scale, metadata, num_splits, scratch, out,
+    lse): shapes as in `Params`, scratch fp32 [2 * num_parts * s_q * h_q * 513] or empty for one part, out [b, s_q, h_q, 512]
+    bf16.
     """
     config.check(problem)
     sym, sym64 = cute.sym_int, cute.sym_int64
-    b, s_q, topk, parts, slots = sym(), sym(), sym(), sym(), sym()
+    b, s_q, topk, parts = sym(), sym(), sym(), sym()
 
     def rows(dtype, shape, divisibility, align):  # last dim contiguous, the other strides free
         strides = tuple(sym64(divisibility=divisibility) for _ in shape[:-1]) + (1,)
@@ -830,8 +836,7 @@ def compile(problem: Problem, config: Config, arch: str):
         Float32(0),
         jit.fake_tensor(Int32, (parts, 8), align=16),
         jit.fake_tensor(Int32, (sym(),)),
-        jit.fake_tensor(Float32, (slots, s_q, problem.h_q, V32.d_v), align=16),
-        jit.fake_tensor(Float32, (slots, s_q, problem.h_q), align=4),
+        jit.fake_tensor(Float32, (sym(),), align=16),
         rows(BFloat16, (b, s_q, problem.h_q, V32.d_v), 8, 16),
         rows(Float32, (b, s_q, problem.h_q), 1, 4),
         jit.fake_stream(),
