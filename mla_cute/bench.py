@@ -231,7 +231,8 @@ def host(args) -> None:
             mla_cute.sparse_decode(q, kv_cache, indices, attn_sink=sink, plan=plan)
         rounds.append((time.perf_counter() - started) * 1e3)
         torch.cuda.synchronize()
-    print(f"host time per call, us: median {statistics.median(rounds):.1f}, of 7 rounds of 1000: {min(rounds):.1f} to {max(rounds):.1f}")
+    low, middle, high = min(rounds), statistics.median(rounds), max(rounds)
+    print(f"host time per call, us: {middle:.1f} (7 rounds of 1000: {low:.1f} to {high:.1f})")
 
 
 FIRST_CALL = """

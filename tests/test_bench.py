@@ -34,12 +34,12 @@ def test_records_append_and_the_latest_counts(tmp_path):
 def test_table_and_readme(tmp_path, capsys):
     path, readme = tmp_path / "r.json", tmp_path / "README.md"
     bench.append(path, [RECORD, RECORD | {"b": 4, "peer": None, "peer_us": None}])
-    readme.write_text("a\n<!-- speed-table:start -->\nold\n<!-- speed-table:end -->\nz\n")
+    readme.write_text("a\n<!-- speed-table:start -->\nstale\n<!-- speed-table:end -->\nz\n")
     bench.main(["table", str(path), "--write", str(readme)])
     row = "| 2 | 128 | 1 | 64 | 20.0 (15.0 / 4.0) | 100 | 300 | 30.0 | 1.50 |"
     assert row in capsys.readouterr().out
     text = readme.read_text()
-    assert row in text and "| - | - |" in text and "old" not in text
+    assert row in text and "| - | - |" in text and "stale" not in text
     assert text.startswith("a\n") and text.endswith("\nz\n")
 
 
