@@ -562,7 +562,7 @@ def test_compile_writes_strided_outputs():
     lse = torch.full((3, 8, 2), 7.0)
     run(
         *(inputs.q, inputs.kv_cache, inputs.indices, inputs.topk_length, inputs.attn_sink, inputs.softmax_scale),
-        *(None, None, None, None),
+        *(None, None, None),
         *(out[:, :, :8, :512], lse.transpose(1, 2)),
     )
     want = reference.sparse_decode(inputs.q, inputs.kv_cache, inputs.indices, **inputs.kwargs())
