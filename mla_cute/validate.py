@@ -19,6 +19,7 @@ import torch
 
 HEAD_TILE = 64  # query heads of one CTA tile: the M of one warpgroup MMA
 MAX_HEADS = 128  # two CTA tiles of heads
+MAX_S_Q = 65_535  # query tokens of a request: the grid's y axis
 D_QK, D_V, TOKEN_BYTES = 576, 512, 656  # V32: 512 latent + 64 RoPE values; 512 e4m3 + 4 fp32 + 64 bf16 in bytes
 ALIGN = 16  # bytes: what a TMA descriptor and a bulk copy ask of every address and stride
 INT32_MAX = 2**31 - 1
@@ -118,6 +119,8 @@ def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_
         _no("q", f"last dim d_qk must be {D_QK} (V32: {D_V} latent + {D_QK - D_V} RoPE values)", d_qk)
     if not 1 <= h_q <= MAX_HEADS:
         _no("q", f"h_q (dim 2) must be 1 to {MAX_HEADS}", h_q)
+    if s_q > MAX_S_Q:
+        _no("q", f"s_q (dim 1) must be at most {MAX_S_Q}", s_q)
     if s_q < 1:
         _no("q", "s_q (dim 1) must be at least 1", s_q)
     _is_aligned("q", q)

@@ -107,6 +107,7 @@ BAD = [
     ),
     ("q", q_like(B, S_Q, 0, 576), ValueError, "h_q (dim 2) must be 1 to 128, got 0"),
     ("q", q_like(B, S_Q, 129, 576), ValueError, "h_q (dim 2) must be 1 to 128, got 129"),
+    ("q", q_like(B, 1, 1, 576).expand(B, 65_536, 1, 576), ValueError, "s_q (dim 1) must be at most 65535, got 65536"),
     ("q", q_like(B, 0, H_Q, 576), ValueError, "s_q (dim 1) must be at least 1, got 0"),
     ("q", q_like(B, S_Q, 576, H_Q).mT, ValueError, "last dim must be contiguous (stride 1), got stride 4"),
     (
