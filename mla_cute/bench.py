@@ -6,6 +6,7 @@ the same way, in the same process, on the same inputs. Nothing is printed whose 
 """
 
 import argparse
+import ast
 import dataclasses
 import datetime
 import json
@@ -32,7 +33,7 @@ SUITE = [
     *({"b": b, "h_q": h_q, "s_q": 1, "s_kv": 32768, "topk": 2048} for h_q in (64, 128) for b in (1, 4, 16, 64, 128)),
     *({"b": 148, "h_q": h_q, "s_q": 2, "s_kv": 32768, "topk": 16384} for h_q in (64, 128)),
 ]
-CASE_KEYS = ("op", "kv_format", "b", "h_q", "s_q", "s_kv", "topk", "extra_topk")
+CASE_KEYS = ("op", "kv_format", "b", "h_q", "s_q", "s_kv", "topk", "extra_topk", "variant")  # variant: only where not shipped
 
 
 def flops(case: dict) -> int:
@@ -120,8 +121,12 @@ def measure(case: dict, args) -> dict:
     q, kv_cache, indices, sink = make_case(case)
     module = mla_cute.select_impl("cuda", args.impl)
     config = module.default_config(Problem(h_q=case["h_q"], has_attn_sink=True))
-    for name, value in (item.split("=") for item in args.set):
-        config = dataclasses.replace(config, **{name: int(value)})
+    try:
+        changes = {name: ast.literal_eval(value) for name, value in (item.split("=", 1) for item in args.set)}
+        config = dataclasses.replace(config, **changes)
+    except (ValueError, SyntaxError, TypeError) as e:
+        fields = ", ".join(f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(config))
+        raise SystemExit(f"--set: needs field=value with a field of {fields}; got {args.set} ({e})") from None
     plan = mla_cute.plan_decode(q, indices, config=config, impl=module)
 
     def ours():
@@ -134,6 +139,8 @@ def measure(case: dict, args) -> dict:
     record = {"op": "sparse_decode", "kv_format": V32.name.lower(), **case, "extra_topk": 0, **times}
     record |= {"tflops": flops(case) / us / 1e6, "gbps": num_bytes(case, distinct) / us / 1e3, "checked": True}
     record |= {"peer": None, "peer_us": None}
+    if args.impl or args.set:
+        record["variant"] = " ".join([args.impl or "", *args.set]).strip()  # never the shipped kernel's row
     if args.peer:
         import flash_mla
 
@@ -181,7 +188,7 @@ def dsl_version(version) -> str:
 
 def latest(records: list[dict]) -> list[dict]:
     """The last record of every case, in the order of the file."""
-    return list({tuple(r[k] for k in CASE_KEYS): r for r in records}.values())
+    return list({tuple(r.get(k) for k in CASE_KEYS): r for r in records}.values())
 
 
 def append(path: Path, records: list[dict]) -> None:
@@ -252,7 +259,7 @@ def first_call(args) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in ("cold", "from the disk cache", "from the disk cache"):
             env = {**os.environ, "MLA_CUTE_CACHE_DIR": folder}
-            done = subprocess.run([sys.executable, "-c", FIRST_CALL], env=env, check=True, capture_output=True, text=True)
+            done = subprocess.run([sys.executable, "-c", FIRST_CALL], env=env, check=True, stdout=subprocess.PIPE, text=True)
             print(f"first call, {name}: {float(done.stdout):.2f} s")
 
 
@@ -263,7 +270,7 @@ def main(argv: list[str] | None = None) -> None:
     run.add_argument("--case", action="append", default=[], help="b=128,h_q=128,s_q=2,s_kv=32768,topk=2048")
     run.add_argument("--peer", action="store_true", help="time the installed flash_mla package beside it")
     run.add_argument("--impl", help="another implementation: module or path")
-    run.add_argument("--set", action="append", default=[], help="field=value of Config, an int")
+    run.add_argument("--set", action="append", default=[], help="field=value of Config, a Python literal")
     run.add_argument("-n", type=int, default=30, help="calls a case")
     run.add_argument("--json", type=Path, help="append the records to this file")
     run.add_argument("--commit", help="what to write as commit; default: ask git")
@@ -275,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     if args.command == "table":
-        records = latest(json.loads(args.json.read_text()))
+        records = [r for r in latest(json.loads(args.json.read_text())) if not r.get("variant")]
         print(table(records))
         if args.write:
             write_table(args.write, records)

@@ -31,6 +31,15 @@ def test_records_append_and_the_latest_counts(tmp_path):
     assert [(r["b"], r["us"]) for r in bench.latest(records)] == [(2, 10.0), (4, 20.0)]
 
 
+def test_a_variant_never_takes_the_shipped_row(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    bench.append(path, [RECORD, RECORD | {"us": 1.0, "variant": "raw_slots=1"}])
+    bench.main(["table", str(path)])
+    printed = capsys.readouterr().out
+    assert "| 20.0 (15.0 / 4.0) |" in printed
+    assert "| 1.0 (" not in printed
+
+
 def test_table_and_readme(tmp_path, capsys):
     path, readme = tmp_path / "r.json", tmp_path / "README.md"
     bench.append(path, [RECORD, RECORD | {"b": 4, "peer": None, "peer_us": None}])
