@@ -447,7 +447,7 @@ class SparseDecode:
                     rope_tile = stage_base + (self.num_tiles - 1) * tile_bytes
                     store_smem_16b(rope_tile + (16 * w + 4 * g + rope_row) * 128 + rope_swizzle, rope)
                     # The refill comes behind the stores: they need what every lane read from the slot, so those reads are
-                    # over. Issued right behind them it overtook reads that queued behind WGMMA's (seen on an H200).
+                    # over. Issued right behind the reads it overtook some, queued behind WGMMA's (seen on an H200).
                     cute.arch.sync_warp()
                     ahead = g + slots
                     if ahead < groups:
