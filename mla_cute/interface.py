@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import jit
-from .schedule import DecodePlan, plan_decode
+from .schedule import DecodePlan, count_parts, plan_decode
 from .validate import Problem, check_sparse_decode
 
 IMPL_NAMES = ("Config", "default_config", "compile")  # what makes a module an implementation
@@ -90,40 +89,35 @@ def sparse_decode(
         out=out,
         lse=lse,
     )
-    b, s_q, h_q, d_qk = q.shape
-    if out is None:
-        out = q.new_empty((b, s_q, h_q, problem.d_v))
-    if lse is None:
-        lse = q.new_empty((b, s_q, h_q), dtype=torch.float32)
-    if b == 0:
-        return out, lse
-
     ready = _ready
     if ready.problem is not problem or ready.plan is not plan or ready.config is not config or ready.impl is not impl:
         ready = _prepare(problem, plan, config, impl, q, indices, topk_length)
-    with _current(q.device):
-        if plan is None:
-            plan = plan_decode(q, indices, topk_length=topk_length, config=ready.kernel_config, impl=ready.module)
-        # A plan in one part splits no request: there are no partial results.
-        slots = 2 * plan.num_parts if plan.num_parts > 1 else 0
-        ready.kernel(
-            q,
-            kv_cache if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8),
-            indices,
-            topk_length,
-            attn_sink,
-            d_qk**-0.5 if softmax_scale is None else float(softmax_scale),
-            plan.metadata,
-            plan.num_splits,
-            q.new_empty((slots * s_q * h_q * (problem.d_v + 1),), dtype=torch.float32),  # scratch
-            out,
-            lse,
-        )
+    if out is None:
+        out = torch.empty_like(ready.out_like)
+    if lse is None:
+        lse = torch.empty_like(ready.lse_like)
+    if ready.kernel is None:  # an empty batch
+        return out, lse
+    if plan is None:
+        plan = plan_decode(q, indices, topk_length=topk_length, config=ready.kernel_config, impl=ready.module)
+    ready.kernel(  # on torch's current stream of the tensors' device, whichever device is the current one
+        q,
+        kv_cache if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8),
+        indices,
+        topk_length,
+        attn_sink,
+        ready.default_scale if softmax_scale is None else float(softmax_scale),
+        plan.metadata,
+        plan.num_splits,
+        torch.empty_like(ready.scratch_like),
+        out,
+        lse,
+    )
     return out, lse
 
 
 class _Ready(NamedTuple):
-    """The arguments of a call that `_prepare` has checked against one another, and the kernel they lead to."""
+    """The arguments of a call that `_prepare` has checked against one another, and what they lead to."""
 
     problem: Problem | None = None  # this very object: one per metadata of the tensors, so it stands for all of that
     plan: DecodePlan | None = None
@@ -132,6 +126,11 @@ class _Ready(NamedTuple):
     module: ModuleType | None = None
     kernel_config: Any = None
     kernel: Callable | None = None
+    default_scale: float = 0.0
+    # One element each, expanded to the shape that is needed: empty_like of it takes half the time of new_empty.
+    out_like: torch.Tensor | None = None
+    lse_like: torch.Tensor | None = None
+    scratch_like: torch.Tensor | None = None
 
 
 _ready = _Ready()  # of the last call: the layers of a model make the same call again and again
@@ -141,6 +140,7 @@ def _prepare(problem, plan, config, impl, q, indices, topk_length) -> _Ready:
     """Which kernel runs, and do plan and config belong to it: the part of the checks that needs the implementation."""
     global _ready
     module = select_impl(q.device, impl)
+    b, s_q, h_q, d_qk = q.shape
     if config is not None and not isinstance(config, module.Config):
         raise TypeError(f"config: must be a {module.__name__}.Config, got {config!r}")
     if plan is not None:
@@ -149,9 +149,9 @@ def _prepare(problem, plan, config, impl, q, indices, topk_length) -> _Ready:
         if not isinstance(plan.config, module.Config):
             raise ValueError(f"plan: must be made with a {module.__name__}.Config, got {plan.config!r}")
         plan.check(
-            b=q.shape[0],
-            s_q=q.shape[1],
-            h_q=q.shape[2],
+            b=b,
+            s_q=s_q,
+            h_q=h_q,
             topk=indices.shape[2],
             has_topk_length=topk_length is not None,
             device=q.device,
@@ -161,8 +161,21 @@ def _prepare(problem, plan, config, impl, q, indices, topk_length) -> _Ready:
     else:
         kernel_config = module.default_config(problem) if config is None else config
     kernel_config.check(problem)
-    kernel = jit.load(module, problem, kernel_config, jit.arch_of(q.device))
-    _ready = _Ready(problem, plan, config, impl, module, kernel_config, kernel)
+    parts = count_parts(problem, kernel_config, s_q, q.device) if plan is None else plan.num_parts
+    slots = 2 * parts if parts > 1 else 0  # a plan in one part splits no request: there are no partial results
+    _ready = _Ready(
+        problem,
+        plan,
+        config,
+        impl,
+        module,
+        kernel_config,
+        kernel=jit.load(module, problem, kernel_config, jit.arch_of(q.device)) if b else None,
+        default_scale=d_qk**-0.5,
+        out_like=q.new_empty(1).expand(b, s_q, h_q, problem.d_v),
+        lse_like=q.new_empty(1, dtype=torch.float32).expand(b, s_q, h_q),
+        scratch_like=q.new_empty(1, dtype=torch.float32).expand(slots * s_q * h_q * (problem.d_v + 1)),
+    )
     return _ready
 
 
@@ -223,13 +236,3 @@ def _import(name: str) -> ModuleType:
         if e.name and (name + ".").startswith(e.name + "."):
             raise ValueError(f"impl: must be an importable module or the path of a .py file, got {name!r}") from None
         raise  # the module is there, something that it imports is not
-
-
-_NO_CHANGE = nullcontext()
-
-
-def _current(device: torch.device) -> AbstractContextManager:
-    """Launches go to the current device: make it this one, if it is not."""
-    if device.type == "cpu" or device.index == torch.cuda.current_device():
-        return _NO_CHANGE
-    return torch.cuda.device(device)

@@ -117,16 +117,20 @@ def plan_decode(
         config = impl.default_config(problem)
     config.check(problem)
 
-    on_gpu = device.type == "cuda"
-    num_parts = config.num_parts(problem, s_q, _num_sms(device.index) if on_gpu else CPU_NUM_SMS)
+    num_parts = count_parts(problem, config, s_q, device)
     tile_n, overhead = config.tile_n, config.fixed_overhead_blocks
-    if on_gpu and impl is not reference:  # the reference also serves GPUs that the planner's kernel does not
+    if device.type == "cuda" and impl is not reference:  # the reference also serves GPUs that the planner's kernel does not
         metadata, num_splits = _plan_on_gpu(b, topk, topk_length, num_parts, tile_n, overhead, device)
     else:
         keys = reference.sparse_num_keys(b, topk, topk_length)
         metadata, num_splits = reference.plan(keys, num_parts, tile_n=tile_n, fixed_overhead_blocks=overhead)
         metadata, num_splits = metadata.to(device), num_splits.to(device)
     return DecodePlan(b, s_q, h_q, topk, has_topk_length, num_parts, tile_n, overhead, config, metadata, num_splits)
+
+
+def count_parts(problem: Problem, config: Any, s_q: int, device: torch.device) -> int:
+    """P of a plan made on `device`."""
+    return config.num_parts(problem, s_q, _num_sms(device.index) if device.type == "cuda" else CPU_NUM_SMS)
 
 
 def _plan_on_gpu(
@@ -152,12 +156,7 @@ def _plan_on_gpu(
     workspace = None
     if use_workspace:
         workspace = torch.empty(schedule_kernel.workspace_size(b, num_parts), dtype=torch.int32, device=device)
-    args = (topk_length, topk, tile_n, overhead, workspace, metadata, num_splits)
-    if device.index == torch.cuda.current_device():
-        kernel(*args)
-    else:
-        with torch.cuda.device(device):
-            kernel(*args)
+    kernel(topk_length, topk, tile_n, overhead, workspace, metadata, num_splits)  # on the tensors' device
     return metadata, num_splits
 
 

@@ -373,6 +373,7 @@ def test_same_metadata_is_checked_once(monkeypatch):
     calls = []
     inner = validate._check_sparse_decode
     monkeypatch.setattr(validate, "_passed", {})
+    monkeypatch.setattr(validate, "_last", (None, None))
     monkeypatch.setattr(validate, "_check_sparse_decode", lambda *args: calls.append(args) or inner(*args))
     first = check(good())
     assert check(good()) is first
@@ -396,6 +397,7 @@ def test_address_is_looked_at_every_time(name, dtype, offset):
 
 def test_memo_is_bounded(monkeypatch):
     monkeypatch.setattr(validate, "_passed", {})
+    monkeypatch.setattr(validate, "_last", (None, None))
     monkeypatch.setattr(validate, "_MEMO_ENTRIES", 3)
     for blocks in range(1, 11):
         check(good(kv_cache=torch.zeros(blocks, PAGE, 1, 656, dtype=U8)))
