@@ -304,6 +304,26 @@ def test_runs_on_the_current_stream(impl):
 
 
 @pytest.mark.gpu
+def test_runs_on_the_tensors_device(impl):
+    """Whichever device is current; on that device's current stream."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = make_inputs(Case(b=4, topk=512, s_kv=600, topk_length=True), "cuda:1")
+    torch.cuda.set_device(0)
+    stream = torch.cuda.Stream("cuda:1")
+    stream.wait_stream(torch.cuda.current_stream("cuda:1"))
+    with torch.cuda.stream(stream):  # makes cuda:1 current
+        torch.cuda.set_device(0)
+        out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
+        assert torch.cuda.current_device() == 0
+    stream.synchronize()
+    assert out.device == lse.device == torch.device("cuda:1")
+    ref_out, ref_lse = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+    assert_close(out, ref_out, **SPARSE_DECODE_OUT, name="out")
+    assert_close(lse, ref_lse, **SPARSE_DECODE_LSE, name="lse")
+
+
+@pytest.mark.gpu
 def test_context_survives_refusals(impl):
     x = make_inputs(Case(b=4, topk=133), "cuda")
     for bad in ({"softmax_scale": -1.0}, {"topk_length": x.indices[:, 0, 0].float()}, {"attn_sink": x.q[0, 0, :, 0]}):
