@@ -117,6 +117,7 @@ class TestTheWay:
         assert plan.num_parts > 1
         slots = 2 * plan.num_parts
         assert (args[8].shape, args[8].dtype) == ((slots * 2 * 5 * 513,), torch.float32)
+        assert args[8].is_contiguous()
         for i, tensor in {
             0: x.q,
             1: x.kv_cache,
@@ -147,7 +148,7 @@ class TestTheWay:
         mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, impl=module)
         (args,) = launched
         assert args[6].shape == (1, 8)
-        assert args[8].shape == (0,)
+        assert (args[8].shape, args[8].stride()) == ((0,), (1,))
 
     def test_given_plan_is_used(self, monkeypatch):
         x = make_inputs(CASE)
@@ -185,6 +186,7 @@ class TestTheWay:
         out, lse = mla_cute.sparse_decode(q, kv_cache, indices, impl=module)
         assert (out.shape, out.dtype) == ((0, 2, 5, 512), torch.bfloat16)
         assert (lse.shape, lse.dtype) == ((0, 2, 5), torch.float32)
+        assert (out.stride(), lse.stride()) == ((5120, 2560, 512, 1), (10, 5, 1))
         assert compiled == launched == []
         out, lse = mla_cute.sparse_decode(q, kv_cache[:0], indices, topk_length=torch.zeros(0, dtype=torch.int32))
         assert (out.shape, lse.shape) == ((0, 2, 5, 512), (0, 2, 5))
