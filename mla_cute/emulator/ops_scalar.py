@@ -1,0 +1,379 @@
+"""Arithmetic, moves, votes, shuffles and control flow."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import numeric
+from .decode import UINT, Closure, Decoder, UnsupportedInstruction, op
+from .machine import ALL_LANES, LANES, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, Fault, Warp
+from .ptx import TYPE_BYTES, Instruction, Label, Not, Pair, Vector
+from .taint import Tainted, plain
+
+LANE = np.arange(LANES)
+ALU = (
+    "abs add addc and bfe bfi bfind bmsk brev clz cnot copysign cos cvt div dp2a dp4a ex2 fma fns lg2 lop3 mad mad24 madc max "
+    "min mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shl shr sin slct sqrt sub subc szext tanh testp "
+    "xor"
+).split()
+
+
+@op(*ALU)
+def arithmetic(ins: Instruction, d: Decoder) -> Closure:
+    spec = numeric.scalar(ins.opcode)
+    if spec is None:
+        raise UnsupportedInstruction(f"PTX line {ins.line}: the emulator does not know {ins.opcode} ({ins.text})")
+    fn = spec.fn
+    sources = ins.operands[1:]
+    negated = [isinstance(o, Not) for o in sources]
+    idx = [d.reg(o.operand if isinstance(o, Not) else o, kind) for o, kind in zip(sources, spec.sources, strict=True)]
+    if isinstance(ins.operands[0], Pair):
+        return _two_results(fn, idx, d.out(ins.operands[0].first), d.out(ins.operands[0].second))
+    out = d.out(ins.operands[0])
+    if any(negated):
+
+        def run(w: Warp):
+            r = w.regs
+            w.write(out, fn(*[~r[i] if n else r[i] for i, n in zip(idx, negated)]))
+    elif len(idx) == 1:
+        (a,) = idx
+
+        def run(w: Warp):
+            r = w.regs
+            v = fn(r[a])
+            r[out] = v if w.full else w.merged(r[out], v)
+    elif len(idx) == 2:
+        a, b = idx
+
+        def run(w: Warp):
+            r = w.regs
+            v = fn(r[a], r[b])
+            r[out] = v if w.full else w.merged(r[out], v)
+    elif len(idx) == 3:
+        a, b, c = idx
+
+        def run(w: Warp):
+            r = w.regs
+            v = fn(r[a], r[b], r[c])
+            r[out] = v if w.full else w.merged(r[out], v)
+    else:
+
+        def run(w: Warp):
+            r = w.regs
+            w.write(out, fn(*[r[i] for i in idx]))
+
+    return run
+
+
+def _two_results(fn, idx: list[int], first: int, second: int) -> Closure:
+    def run(w: Warp):
+        a, b = fn(*[w.regs[i] for i in idx])
+        for out, value in ((first, a), (second, b)):
+            if out >= 0:
+                w.write(out, value)
+
+    return run
+
+
+@op("mov")
+def mov(ins: Instruction, d: Decoder) -> Closure:
+    target, source = ins.operands
+    kind = ins.parts[-1]
+    if isinstance(source, Vector):  # pack: the first item is the lowest
+        items, out = d.regs(source, {2: "b8", 4: "b16", 8: "b32", 16: "b64"}[TYPE_BYTES[kind]]), d.out(target)
+        if len(items) == 4:
+            items = d.regs(source, {4: "b8", 8: "b16", 16: "b32"}[TYPE_BYTES[kind]])
+
+        def pack(w: Warp):
+            parts = np.stack([w.regs[i] for i in items], axis=1)
+            w.write(out, parts.view(np.uint64) if kind == "b128" else parts.view(UINT[TYPE_BYTES[kind]])[:, 0])
+
+        return pack
+    if isinstance(target, Vector):  # unpack
+        outs, i = d.outs(target), d.reg(source, kind)
+        width = UINT[TYPE_BYTES[kind] // len(outs)]
+
+        def unpack(w: Warp):
+            parts = w.regs[i].reshape(LANES, -1).view(width)
+            for n, out in enumerate(outs):
+                if out >= 0:
+                    w.write(out, np.ascontiguousarray(parts[:, n]))
+
+        return unpack
+    i, out = d.reg(source, kind), d.out(target)
+    dtype = np.dtype(bool) if kind == "pred" else None if kind == "b128" else np.dtype(UINT[TYPE_BYTES[kind]])
+
+    def move(w: Warp):
+        v = w.regs[i]
+        if v.dtype != dtype and dtype is not None:
+            v = v.astype(dtype)
+        w.regs[out] = v if w.full else w.merged(w.regs[out], v)
+
+    return move
+
+
+@op("cvta")
+def cvta(ins: Instruction, d: Decoder) -> Closure:
+    """Between the address of a state space and the generic address."""
+    to = ins.parts[1] == "to"
+    space = ins.parts[2 if to else 1].partition("::")[0]
+    # Parameter addresses are generic ones already.
+    window = {"global": 0, "const": 0, "param": 0, "shared": SHARED_WINDOW, "local": LOCAL_WINDOW}[space]
+    i, out = d.reg(ins.operands[1], "b64"), d.out(ins.operands[0])
+    window = np.uint64((-window if to else window) & (2**64 - 1))
+
+    def run(w: Warp):
+        w.write(out, w.regs[i].astype(np.uint64) + window)
+
+    return run
+
+
+@op("isspacep")
+def isspacep(ins: Instruction, d: Decoder) -> Closure:
+    space, i, out = ins.parts[1].partition("::")[0], d.reg(ins.operands[1], "b64"), d.out(ins.operands[0])
+    low, high = {
+        "global": (0, SHARED_WINDOW),
+        "const": (0, 0),
+        "shared": (SHARED_WINDOW, PARAM_WINDOW),
+        "param": (PARAM_WINDOW, LOCAL_WINDOW),
+        "local": (LOCAL_WINDOW, 2**64 - 1),
+    }[space]
+    return lambda w: w.write(out, (w.regs[i] >= np.uint64(low)) & (w.regs[i] < np.uint64(high)))
+
+
+# ----- control flow ---------------------------------------------------------------------------------------------------
+
+
+@op("bra")
+def bra(ins: Instruction, d: Decoder) -> Closure:
+    label = ins.operands[0]
+    if not isinstance(label, Label):
+        raise ValueError(f"unknown label {label}")
+    target = label.target
+
+    if ins.guard is None:
+
+        def always(w: Warp):
+            w.pc = target
+
+        return always
+
+    def guard(p: int, negated: bool) -> Closure:
+        def branch(w: Warp):
+            taken = ~w.regs[p] if negated else w.regs[p]
+            if type(taken) is Tainted:
+                w.need_defined(taken, "a branch")
+                taken = plain(taken)
+            if w.full:
+                if taken.all():
+                    w.pc = target
+                    return
+                if not taken.any():
+                    return
+            else:
+                taken = taken & w.mask
+                if not taken.any():
+                    return
+                if (taken == w.mask).all():
+                    w.pc = target
+                    return
+            w.jump(target, taken)
+
+        return branch
+
+    guard.takes_guard = True
+    return guard
+
+
+@op("ret", "exit")
+def ret(ins: Instruction, d: Decoder) -> Closure:
+    def leave(w: Warp, lanes: np.ndarray) -> None:
+        rest = w.mask & ~lanes
+        if rest.any():
+            w.live = w.live & ~lanes
+            w.mask, w.full = rest, False
+        else:
+            w.exit()
+
+    def guard(p: int, negated: bool) -> Closure:
+        def run(w: Warp):
+            lanes = (~w.regs[p] if negated else w.regs[p]) & w.mask
+            if lanes.any():
+                leave(w, lanes)
+
+        return run
+
+    if ins.guard is not None:
+        guard.takes_guard = True
+        return guard
+    return lambda w: w.exit()
+
+
+@op("trap", "brkpt")
+def trap(ins: Instruction, d: Decoder) -> Closure:
+    def run(w: Warp):
+        raise Fault("trap", f"{ins.opcode} was executed")
+
+    return run
+
+
+@op("nanosleep", "pmevent", "discard", "applypriority")
+def nothing(ins: Instruction, d: Decoder) -> Closure:
+    return lambda w: None
+
+
+# ----- across lanes ---------------------------------------------------------------------------------------------------
+
+
+@op("elect")
+def elect(ins: Instruction, d: Decoder) -> Closure:
+    pair, members = ins.operands[0], d.reg(ins.operands[1])
+    leader, chosen = (d.out(pair.first), d.out(pair.second)) if isinstance(pair, Pair) else (-1, d.out(pair))
+
+    def run(w: Warp):
+        lanes = _members(w, w.regs[members], "elect.sync")
+        lane = int(lanes.argmax())
+        if leader >= 0:
+            w.write(leader, np.full(LANES, lane, np.uint32))
+        if chosen >= 0:
+            w.write(chosen, lane == LANE)
+
+    return run
+
+
+def _members(w: Warp, mask: np.ndarray, what: str) -> np.ndarray:
+    """bool [32] of a member mask; all live members must be active."""
+    value = int(mask[w.first()])
+    lanes = ALL_LANES if value == 0xFFFFFFFF else (value >> LANE & 1).astype(bool)
+    if not w.full and (lanes & w.live & ~w.mask).any():
+        raise Fault("divergence", f"{what} names lanes that are not here (member mask {value:#x})")
+    return lanes & w.live
+
+
+@op("vote.sync", "vote")
+def vote(ins: Instruction, d: Decoder) -> Closure:
+    mode, out = ins.parts[2], d.out(ins.operands[0])
+    get, members = d.predicate(ins.operands[1]), d.reg(ins.operands[2])
+
+    def run(w: Warp):
+        lanes = _members(w, w.regs[members], ins.opcode)
+        values = get(w)[lanes]
+        if mode == "ballot":
+            bits = int((get(w) & lanes).astype(np.uint64) @ (np.uint64(1) << LANE.astype(np.uint64)))
+            w.write(out, np.full(LANES, bits, np.uint32))
+        else:
+            result = {
+                "any": values.any(),
+                "all": values.all(),
+                "uni": values.all() or not values.any(),
+            }[mode]
+            w.write(out, np.full(LANES, result))
+
+    return run
+
+
+@op("activemask")
+def activemask(ins: Instruction, d: Decoder) -> Closure:
+    out = d.out(ins.operands[0])
+    return lambda w: w.write(out, np.full(LANES, int((w.mask * (1 << LANE)).sum()), np.uint32))
+
+
+@op("match.any.sync", "match.all.sync", "match")
+def match(ins: Instruction, d: Decoder) -> Closure:
+    target, i, members = ins.operands[0], d.reg(ins.operands[1], ins.parts[-1]), d.reg(ins.operands[2])
+    out, flag = (d.out(target.first), d.out(target.second)) if isinstance(target, Pair) else (d.out(target), -1)
+
+    def run(w: Warp):
+        lanes, v = _members(w, w.regs[members], ins.opcode), w.regs[i]
+        same = (v[:, None] == v) & lanes
+        bits = (same * (1 << LANE)).sum(1)
+        if ins.parts[1] == "all":
+            whole = same[lanes].all() if lanes.any() else False
+            bits = np.where(whole, (lanes * (1 << LANE)).sum(), 0) + 0 * bits
+            if flag >= 0:
+                w.write(flag, np.full(LANES, bool((same | ~lanes).all(1)[lanes].all())))
+        w.write(out, bits.astype(np.uint32))
+
+    return run
+
+
+@op("redux.sync", "redux")
+def redux(ins: Instruction, d: Decoder) -> Closure:
+    name, kind = ins.parts[2], ins.parts[-1]
+    out, i, members = d.out(ins.operands[0]), d.reg(ins.operands[1]), d.reg(ins.operands[2])
+    if name not in ("add", "min", "max", "and", "or", "xor"):
+        raise ValueError(f"operation {name}")
+    view = {"s32": np.int32, "f32": np.float32}.get(kind, np.uint32)
+    if kind == "f32" and set(ins.parts[3:-1]) - {"NaN", "abs"}:
+        raise ValueError(f"modifiers {ins.parts[3:-1]}")
+
+    def run(w: Warp):
+        v = w.regs[i].view(view)[_members(w, w.regs[members], ins.opcode)]
+        if "abs" in ins.parts:
+            v = np.abs(v)
+        if kind == "f32":
+            f = {"min": np.fmin, "max": np.fmax} if "NaN" not in ins.parts else {"min": np.minimum, "max": np.maximum}
+            result = f[name].reduce(v)
+        else:
+            f = {"min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+            result = v.sum(dtype=view) if name == "add" else f[name].reduce(v)
+        w.write(out, np.full(LANES, result, view).view(np.uint32))
+
+    return run
+
+
+@op("shfl.sync", "shfl")
+def shfl(ins: Instruction, d: Decoder) -> Closure:
+    mode, target = ins.parts[2], ins.operands[0]
+    out, flag = (d.out(target.first), d.out(target.second)) if isinstance(target, Pair) else (d.out(target), -1)
+    value, by, clamp, members = (d.reg(o) for o in ins.operands[1:5])
+
+    def run(w: Warp):
+        r = w.regs
+        lanes = _members(w, r[members], "shfl.sync")
+        c = r[clamp].astype(np.int64)
+        b = (r[by] & np.uint32(31)).astype(np.int64)
+        segment = c >> 8 & 31
+        top = (LANE & segment) | (c & 31 & ~segment)
+        if mode == "up":
+            source = LANE - b
+            valid = source >= top
+        elif mode == "down":
+            source = LANE + b
+            valid = source <= top
+        elif mode == "bfly":
+            source = LANE ^ b
+            valid = source <= top
+        else:
+            source = (LANE & segment) | (b & ~segment)
+            valid = source <= top
+        source = np.where(valid, source, LANE)
+        if not lanes[source[w.mask]].all():
+            raise Fault("divergence", "shfl.sync reads a lane that does not take part")
+        w.write(out, r[value][source])
+        if flag >= 0:
+            w.write(flag, valid)
+
+    return run
+
+
+@op("setmaxnreg")
+def setmaxnreg(ins: Instruction, d: Decoder) -> Closure:
+    """Checked against the register file: the warps of a CTA may hold 65,536 registers together."""
+    count = ins.operands[0].value
+    if not 24 <= count <= 256 or count % 8:
+        raise ValueError(f"{count} registers; must be a multiple of 8 in 24..256")
+
+    def run(w: Warp):
+        w.need_all("setmaxnreg")
+        w.registers_limit = count
+        known = [x.registers_limit for x in w.cta.warps if x.registers_limit]
+        if sum(known) * LANES > 65536:
+            raise Fault("registers", f"the warps of the CTA ask for {sum(known) * LANES} registers, the SM has 65536")
+
+    return run
+
+
+@op("call")
+def call(ins: Instruction, d: Decoder) -> Closure:
+    raise UnsupportedInstruction(f"PTX line {ins.line}: functions cannot be called: {ins.text}")

@@ -1,0 +1,165 @@
+"""From a kernel module to a callable that runs it here: `load` is to the emulator what `jit.load` is to a GPU.
+
+    load ──► jit (compile for emulation: object, PTX; on disk) ──► host.HostFunction ──► Launch ──► machine.run_launches
+                                                             └──► ptx.parse ──► decode.Program ──┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import jit
+from . import ptx
+from .decode import Program
+from .host import Compiled, HostFunction, compile_for_emulation
+from .machine import EmulationError, Finding, GlobalMemory, Grid, Options, run_launches
+
+MAX_SECONDS = 300.0  # an estimate above this is refused without `force`
+SECONDS_PER_THREAD_BLOCK = 0.012  # of a block that finds nothing to do (measured, one core)
+
+
+@dataclass
+class Session:
+    """How emulated kernels run, and what became of them."""
+
+    arch: str = "sm_90a"
+    options: Options = field(default_factory=Options)
+    num_sms: int = 132  # of the GPU that the host code and the plan believe in
+    strict: bool = True  # findings raise EmulationError
+    force: bool = False  # run however long it takes
+    trace: Any = None  # see report.Trace
+    findings: list[Finding] = field(default_factory=list)
+    grids: list[Grid] = field(default_factory=list)  # finished launches
+    seconds: float = 0.0
+
+
+_session: ContextVar[Session | None] = ContextVar("_session", default=None)
+
+
+def current() -> Session:
+    """The session in force; outside of one, a strict one with the arch of MLA_CUTE_EMULATOR_ARCH (default sm_90a)."""
+    return _session.get() or Session(arch=os.environ.get("MLA_CUTE_EMULATOR_ARCH", "sm_90a"))
+
+
+@contextlib.contextmanager
+def session(**options) -> Iterator[Session]:
+    """`with session(arch="sm_90a", options=Options(seed=3), strict=False) as s:` collects findings and finished launches."""
+    s = Session(**options)
+    token = _session.set(s)
+    try:
+        yield s
+    finally:
+        _session.reset(token)
+
+
+class Emulated:
+    """A compiled function whose kernels run in the emulator. Arguments as on a GPU, but CPU tensors."""
+
+    def __init__(self, compiled: Compiled, arch: str):
+        self.modules = [ptx.parse(text) for text in compiled.ptx]
+        for module in self.modules:
+            if module.target != arch:
+                raise ValueError(f"arch: PTX of target {module.target} cannot run as {arch}")
+        self.kernels = {name: module for module in self.modules for name in module.kernels}
+        self.programs: dict[str, Program] = {}
+        self.compiled, self.arch = compiled, arch
+        self.hosts: dict[int, HostFunction] = {}
+
+    def program(self, kernel: str) -> Program:
+        if kernel not in self.programs:
+            self.programs[kernel] = Program(self.kernels[kernel], kernel)
+        return self.programs[kernel]
+
+    def host(self, num_sms: int) -> HostFunction:
+        if num_sms not in self.hosts:
+            sizes = lambda kernel: [p.size for p in self.kernels[kernel].kernels[kernel].params]  # noqa: E731
+            c = self.compiled
+            self.hosts[num_sms] = HostFunction(c.object_file, c.symbol, sizes, num_sms=num_sms, arch=self.arch)
+        return self.hosts[num_sms]
+
+    def __call__(self, *args) -> None:
+        s = current()
+        started = time.perf_counter()
+        memory = GlobalMemory()
+        for i, t in enumerate(args):
+            if isinstance(t, torch.Tensor) and t.numel():
+                low, high = extent(t)
+                memory.add(low, high - low, f"argument {i} {list(t.shape)}", t)
+        launches = self.host(s.num_sms)(*args)
+        blocks = sum(x.grid[0] * x.grid[1] * x.grid[2] for x in launches)
+        if blocks * SECONDS_PER_THREAD_BLOCK > MAX_SECONDS and not s.force:
+            raise ValueError(
+                f"too large to emulate: {blocks} blocks take {blocks * SECONDS_PER_THREAD_BLOCK / 60:.0f} minutes at least; "
+                "pass force=True (--force) to run them all the same"
+            )
+        findings: list[Finding] = []
+        try:
+            pairs = [(self.program(launch.kernel), launch) for launch in launches]
+            findings, grids = run_launches(pairs, memory, s.options, s.trace)
+            s.grids += grids
+        except EmulationError as e:
+            findings = e.findings
+            if s.strict:
+                raise
+        finally:
+            s.findings += findings
+            s.seconds += time.perf_counter() - started
+        if findings and s.strict:
+            raise EmulationError(findings)
+
+
+def extent(t: torch.Tensor) -> tuple[int, int]:
+    """[first, last) byte address of the elements of a non-empty strided tensor."""
+    low = high = 0
+    for size, stride in zip(t.shape, t.stride()):
+        if stride < 0:
+            low += (size - 1) * stride
+        else:
+            high += (size - 1) * stride
+    size = t.element_size()
+    return t.data_ptr() + low * size, t.data_ptr() + (high + 1) * size
+
+
+_memory: dict[tuple, Callable] = {}
+
+
+def load(module, problem, config, arch: str) -> Callable:
+    """As `jit.load`: the function of `module.compile(problem, config, arch)`, to be called with CPU tensors."""
+    key = (module, problem, config, arch)
+    if key not in _memory:
+        _memory[key] = Emulated(_compiled(module, problem, config, arch), arch)
+    return _memory[key]
+
+
+def _compiled(module, problem, config, arch: str) -> Compiled:
+    """From the disk cache, or compiled and stored there."""
+    symbol, entry = jit._entry(jit.Job(module, problem, config, arch))
+    entry = entry and entry.with_suffix(".emu")
+    with jit._one_process(entry):
+        found = _read(entry)
+        if found is None:
+            found = compile_for_emulation(module, problem, config, arch)
+            if entry:
+                jit._write(entry, pickle.dumps(found))
+    return found
+
+
+def _read(entry) -> Compiled | None:
+    data = jit.read_checked(entry) if entry else None
+    return pickle.loads(data) if data else None
+
+
+def empty(shape: tuple, strides: tuple, dtype: torch.dtype) -> torch.Tensor:
+    """As torch.empty_strided, filled with NaN or large numbers: a kernel that reads it or leaves it shows."""
+    t = torch.empty_strided(shape, strides, dtype=dtype)
+    t.view(torch.uint8).fill_(0xFF)
+    return t
