@@ -143,9 +143,9 @@ def mma(
     rows of b taken as zero. Returns uint32 [M, N] for d_type "f32" and "s32" (saturate clips, else it wraps), uint16
     for "f16".
 
-    Products are exact and the sum, C included, is float64, rounded once per instruction to nearest even. Hardware
-    adds in an unspecified order with fewer bits and truncates, so it may differ by a few ulps of the largest term.
-    Subnormals are kept.
+    Products are exact and the sum, C included, is float64, rounded once per instruction to nearest even. Hardware adds
+    in an unspecified order with fewer bits and truncates, so it may differ by a few ulps of the largest term, and by
+    far more for fp8 on sm_90, whose adders are known to keep only some 14 bits. Subnormals are kept.
     """
     if a.shape[-1] != b.shape[-1]:
         raise ValueError(f"mma: A has K = {a.shape[-1]} and B has K = {b.shape[-1]}")

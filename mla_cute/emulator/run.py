@@ -15,12 +15,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import jit
 from . import ptx
 from .decode import Program
-from .host import Compiled, HostFunction, compile_for_emulation
+from .host import Compiled, HostFunction, Launch, compile_for_emulation
 from .machine import EmulationError, Finding, GlobalMemory, Grid, Options, run_launches
 
 MAX_SECONDS = 300.0  # an estimate above this is refused without `force`
@@ -163,3 +164,41 @@ def empty(shape: tuple, strides: tuple, dtype: torch.dtype) -> torch.Tensor:
     t = torch.empty_strided(shape, strides, dtype=dtype)
     t.view(torch.uint8).fill_(0xFF)
     return t
+
+
+def run_ptx(
+    text: str,
+    args,
+    *,
+    kernel: str | None = None,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    block: tuple[int, int, int] = (32, 1, 1),
+    cluster: tuple[int, int, int] = (1, 1, 1),
+    smem_bytes: int = 0,
+    options: Options | None = None,
+    trace=None,
+) -> list[Finding]:
+    """Run one kernel of a PTX text; returns the findings, the last of which is why it stopped if it did.
+
+    args: one per .param: a CPU tensor or numpy array (its address), an int or float (in the parameter's size), or bytes.
+    kernel: the entry's name, where there are several. cluster, smem_bytes: as a launch would ask for them.
+    """
+    module = ptx.parse(text)
+    name = kernel or next(iter(module.kernels))
+    program = Program(module, name)
+    memory, params = GlobalMemory(), []
+    for i, (arg, param) in enumerate(zip(args, program.kernel.params, strict=True)):
+        if isinstance(arg, np.ndarray):
+            arg = torch.from_numpy(arg)
+        if isinstance(arg, torch.Tensor):
+            low, high = extent(arg)
+            memory.add(low, high - low, f"argument {i} {list(arg.shape)}", arg)
+            arg = arg.data_ptr()
+        if isinstance(arg, float):
+            arg = np.array(arg, f"f{param.size}").tobytes()
+        params.append(arg if isinstance(arg, bytes) else (arg & 256**param.size - 1).to_bytes(param.size, "little"))
+    launch = Launch(name, grid, block, cluster, smem_bytes, False, False, tuple(params))
+    try:
+        return run_launches([(program, launch)], memory, options or Options(), trace)[0]
+    except EmulationError as e:
+        return e.findings
