@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -62,10 +63,11 @@ def sparse_decode(
             launch. Default: planned in this call, on the device, without a host sync.
         config: the implementation's `Config`; default plan.config, or `default_config` of the implementation.
         impl: another implementation: a module with `Config`, `default_config` and `compile`, its importable name, or
-            the path of its .py file. Default: `select_impl(q.device)`.
+            the path of its .py file (both are looked up in every call). Default: `select_impl(q.device)`.
         out: [b, s_q, h_q, 512] bf16, where to write; last dim contiguous, address and other strides multiples of 16
             bytes.
-        lse: [b, s_q, h_q] fp32, where to write; last dim contiguous. Neither may overlap another argument.
+        lse: [b, s_q, h_q] fp32, where to write; last dim contiguous. From first to last byte, gaps counted, neither
+            may overlap the other or another argument.
 
     Returns: (out, lse). lse is in natural log and never includes the sink. A query token that attends to nothing gets
         out = 0 and lse = +inf. An empty batch (b = 0) returns empty tensors and launches nothing.
@@ -90,8 +92,16 @@ def sparse_decode(
         out=out,
         lse=lse,
     )
+    if isinstance(impl, str):  # in every call: a relative path is another file in another directory
+        impl = select_impl(q.device, impl)
     ready = _ready
-    if ready.problem is not problem or ready.plan is not plan or ready.config is not config or ready.impl is not impl:
+    if (
+        ready.problem is not problem
+        or ready.plan is not plan
+        or ready.config is not config
+        or ready.impl is not impl
+        or ready.compile is not ready.module.compile  # reloaded
+    ):
         ready = _prepare(problem, plan, config, impl, q, indices, topk_length)
     empty = ready.empty
     if ready.device_index is not None and ready.device_index != torch.cuda.current_device():
@@ -126,8 +136,9 @@ class _Ready(NamedTuple):
     problem: Problem | None = None  # this very object: one per metadata of the tensors, so it stands for all of that
     plan: DecodePlan | None = None
     config: Any = None
-    impl: ModuleType | str | None = None
+    impl: ModuleType | None = None
     module: ModuleType | None = None
+    compile: Callable | None = None
     kernel_config: Any = None
     kernel: Callable | None = None
     default_scale: float = 0.0
@@ -168,12 +179,13 @@ def _prepare(problem, plan, config, impl, q, indices, topk_length) -> _Ready:
     kernel_config.check(problem)
     parts = count_parts(problem, kernel_config, s_q, q.device) if plan is None else plan.num_parts
     slots = 2 * parts if parts > 1 else 0  # a plan in one part splits no request: there are no partial results
-    _ready = _Ready(
+    made = _ready = _Ready(  # returned by its own name: another thread may set _ready meanwhile
         problem,
         plan,
         config,
         impl,
         module,
+        module.compile,
         kernel_config,
         kernel=jit.load(module, problem, kernel_config, jit.arch_of(q.device)) if b else None,
         default_scale=d_qk**-0.5,
@@ -184,7 +196,7 @@ def _prepare(problem, plan, config, impl, q, indices, topk_length) -> _Ready:
         lse_spec=_spec(torch.float32, b, s_q, h_q),
         scratch_spec=_spec(torch.float32, slots * s_q * h_q * (problem.d_v + 1)),
     )
-    return _ready
+    return made
 
 
 def _spec(dtype: torch.dtype, *shape: int) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -229,26 +241,35 @@ def _shipped_impl(device: torch.device) -> ModuleType:
         ) from None
 
 
-@functools.cache
 def _import(name: str) -> ModuleType:
     if name.endswith(".py"):
-        path = Path(name).expanduser().resolve()
-        if not path.is_file():
-            raise ValueError(f"impl: no such file, got {name!r}")
-        # Unique, so that a file never takes the place of another module; in sys.modules, so that its classes pickle.
-        module_name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        return _import_file(name)
+    try:
+        if not name or name.startswith("."):  # import_module's own messages do not say of what
+            raise ModuleNotFoundError(name=name)
+        return importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        if e.name is not None and (name + ".").startswith(e.name + "."):
+            raise ValueError(f"impl: must be an importable module or the path of a .py file, got {name!r}") from None
+        raise  # the module is there, something that it imports is not
+
+
+def _import_file(name: str) -> ModuleType:
+    path = Path(name).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"impl: no such file, got {name!r}")
+    # Unique, so that a file never takes the place of another module; in sys.modules, so that its classes pickle.
+    module_name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    with _import_lock:
         if module_name not in sys.modules:
             spec = importlib.util.spec_from_file_location(module_name, path)
             module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
             try:
                 spec.loader.exec_module(module)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: half a module must not stay
                 del sys.modules[module_name]
                 raise
         return sys.modules[module_name]
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as e:
-        if e.name and (name + ".").startswith(e.name + "."):
-            raise ValueError(f"impl: must be an importable module or the path of a .py file, got {name!r}") from None
-        raise  # the module is there, something that it imports is not
+
+
+_import_lock = threading.RLock()  # a file being imported stands in sys.modules before it is whole

@@ -176,13 +176,13 @@ def load(module: ModuleType, problem, config, arch: str) -> Callable:
     dataclasses do). What `compile` returns need not come from the DSL: a plain callable is kept in memory only, and arch
     "cpu" never touches the disk. Raises CompileError, and whatever `module.compile` raises itself.
     """
-    key = (module, problem, config, arch)
+    key = (module.compile, module, problem, config, arch)  # compile: another one after importlib.reload
     fn = _memory.get(key)  # every launch comes by here: under 1 us
     if fn is None:
         with _lock:
             fn = _memory.get(key)
             if fn is None:
-                fn = _memory[key] = _load(Job(*key))[0]
+                fn = _memory[key] = _load(Job(*key[1:]))[0]
     return fn
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -21,7 +21,9 @@ HEAD_TILE = 64  # query heads of one CTA tile: the M of one warpgroup MMA
 MAX_HEADS = 128  # two CTA tiles of heads
 MAX_S_Q = 65_535  # query tokens of a request: the grid's y axis
 D_QK, D_V, TOKEN_BYTES = 576, 512, 656  # V32: 512 latent + 64 RoPE values; 512 e4m3 + 4 fp32 + 64 bf16 in bytes
-ALIGN = 16  # bytes: what a TMA descriptor and a bulk copy ask of every address and stride
+MODEL1_D_QK, MODEL1_TOKEN_BYTES = 512, 584  # DeepSeek V4's: known so that it can be said that it is not there
+ALIGN = 16  # bytes: what a TMA descriptor and a bulk copy ask of every address and stride of q, kv_cache and out
+WORD = 4  # bytes: what a load or store of one int32 or fp32 asks of the other addresses
 INT32_MAX = 2**31 - 1
 SCALE_MIN, SCALE_MAX = 2.0**-126, 3.4028234663852886e38  # normal fp32 numbers: the kernels take the scale as fp32
 _CACHE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)  # three names for one byte
@@ -63,8 +65,8 @@ def check_sparse_decode(
     """Check the arguments of `mla_cute.sparse_decode` (shapes and units there) and say which problem they are.
 
     Returns the `Problem`. Raises ValueError or TypeError whose message names the argument, what is needed and what
-    came. Costs about 3 us when the same metadata passed before. Works on the CPU and on CUDA alike; reads no tensor
-    contents.
+    came. Costs about 3 us (6 with out and lse) when the same metadata passed before. Works on the CPU and on CUDA
+    alike; reads no tensor contents.
     """
     global _last
     try:
@@ -86,14 +88,19 @@ def check_sparse_decode(
             None if out is None else _metadata(out),
             None if lse is None else _metadata(lse),
         )
-        last, problem = _last
+        last, passed = _last
         if key != last:
-            problem = _passed.get(key)
-            if problem is not None:
-                _last = key, problem
+            passed = _passed.get(key)
+            if passed is not None:
+                _last = key, passed
+        at_out, at_lse = 0 if out is None else out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        at_length = 0 if topk_length is None else topk_length.data_ptr()
+        at_sink = 0 if attn_sink is None else attn_sink.data_ptr()
+        at_q, at_cache, at_indices = q.data_ptr(), kv_cache.data_ptr(), indices.data_ptr()
         if (
-            problem is not None
-            and not (q.data_ptr() | kv_cache.data_ptr() | (0 if out is None else out.data_ptr())) % ALIGN
+            passed is not None
+            and not (at_q | at_cache | at_out) % ALIGN
+            and not (at_indices | at_length | at_sink | at_lse) % WORD
             and (softmax_scale is None or (type(softmax_scale) is float and SCALE_MIN <= softmax_scale <= SCALE_MAX))
             and not (
                 torch.is_grad_enabled()
@@ -105,31 +112,46 @@ def check_sparse_decode(
                     or (lse is not None and lse.requires_grad)
                 )
             )
+            and (
+                (out is None and lse is None)
+                or not _overlap((at_q, at_cache, at_indices, at_length, at_sink, at_out, at_lse), passed.num_bytes)
+            )
         ):
-            return problem
+            return passed.problem
     except (AttributeError, TypeError, RuntimeError):
         key = None  # something is no tensor, or has no strides: the checks below say what
-    problem = _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, out, lse)
+    passed = _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, out, lse)
     if key is not None:
         if len(_passed) >= _MEMO_ENTRIES:
             _passed.clear()
-        _passed[key] = problem
-    return problem
+        _passed[key] = passed
+    return passed.problem
 
 
-_passed: dict[tuple, Problem] = {}  # metadata that passed before; each has a Problem object of its own
-_last: tuple[tuple | None, Problem | None] = None, None  # the newest of them: comparing is cheaper than hashing
+class _Passed(NamedTuple):
+    """What is kept of metadata that passed."""
+
+    problem: Problem  # an object of its own for each
+    num_bytes: tuple[int, ...]  # from the first to the last byte of each tensor, in the order of _TENSORS
+
+
+_TENSORS = ("q", "kv_cache", "indices", "topk_length", "attn_sink", "out", "lse")
+_passed: dict[tuple, _Passed] = {}
+_last: tuple[tuple | None, _Passed | None] = None, None  # the newest of them: comparing is cheaper than hashing
 
 
 # ----- the checks -----------------------------------------------------------------------------------------------------
 
 
-def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, out, lse) -> Problem:
+def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, out, lse) -> _Passed:
     # q [b, s_q, h_q, d_qk]
     _is_tensor("q", q, (torch.bfloat16,), ("b", "s_q", "h_q", "d_qk"))
     b, s_q, h_q, d_qk = q.shape
     if q.device.type not in ("cpu", "cuda"):
         _no("q", "device must be cpu or cuda", q.device)
+    if d_qk == MODEL1_D_QK and getattr(kv_cache, "shape", ())[-1:] == (MODEL1_TOKEN_BYTES,):
+        what = f"d_qk must be {D_QK} and kv_cache's last dim {TOKEN_BYTES} bytes (V32), MODEL1 is not there yet"
+        _no("q", what, f"{d_qk} and {MODEL1_TOKEN_BYTES}", NotImplementedError)
     if d_qk != D_QK:
         _no("q", f"last dim d_qk must be {D_QK} (V32: {D_V} latent + {D_QK - D_V} RoPE values)", d_qk)
     if not 1 <= h_q <= MAX_HEADS:
@@ -174,6 +196,7 @@ def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_
         _no("indices", "topk (dim 2) must be at least 1", topk)
     if topk > 1 and indices.stride(2) != 1:
         _no("indices", "last dim must be contiguous (stride 1)", f"stride {indices.stride(2)}")
+    _is_aligned_address("indices", indices, WORD)
 
     # options
     if topk_length is not None:
@@ -193,13 +216,14 @@ def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_
         _is_tensor("out", out, (torch.bfloat16,), ("b", "s_q", "h_q", "d_v"))
         _is_shaped("out", out, (b, s_q, h_q, D_V), "[b, s_q, h_q, d_v]")
         _is_aligned("out", out)
-        _is_writable("out", out)
+        check_writable("out", out)
     if lse is not None:
         _is_tensor("lse", lse, (torch.float32,), ("b", "s_q", "h_q"))
         _is_shaped("lse", lse, (b, s_q, h_q), "[b, s_q, h_q]")
         if h_q > 1 and lse.stride(2) != 1:
             _no("lse", "last dim must be contiguous (stride 1)", f"stride {lse.stride(2)}")
-        _is_writable("lse", lse)
+        _is_aligned_address("lse", lse, WORD)
+        check_writable("lse", lse)
 
     others = (
         ("kv_cache", kv_cache),
@@ -221,15 +245,44 @@ def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_
                     f"or pass {name}.detach()",
                     "requires_grad=True",
                 )
+    tensors = (q, kv_cache, indices, topk_length, attn_sink, out, lse)
+    addresses = tuple(0 if t is None else t.data_ptr() for t in tensors)
+    num_bytes = tuple(map(_num_bytes, tensors))
+    meeting = _overlap(addresses, num_bytes)
+    if meeting:
+        name, other = (_TENSORS[i] for i in meeting)
+        got = " and ".join(f"{num_bytes[i]} bytes at {addresses[i]:#x}" for i in meeting)
+        _no(name, f"must not overlap {other} from first to last byte", got)
 
-    return Problem("sparse_decode", h_q, d_qk, D_V, "v32", topk_length is not None, attn_sink is not None)
+    problem = Problem("sparse_decode", h_q, d_qk, D_V, "v32", topk_length is not None, attn_sink is not None)
+    return _Passed(problem, num_bytes)
+
+
+def check_dense(name: str, t: Any) -> None:
+    """Raise TypeError unless t is a tensor with one address and strides: no sparse one, no nested one."""
+    if not isinstance(t, torch.Tensor):
+        _no(name, "must be a torch.Tensor", _type_name(t), TypeError)
+    if t.layout != torch.strided or t.is_nested:
+        _no(name, "must be a dense (strided) tensor", "a nested tensor" if t.is_nested else t.layout, TypeError)
+
+
+def check_writable(name: str, t: torch.Tensor) -> None:
+    """Raise ValueError if two elements share an address, as in an expanded view."""
+    extent = 1  # elements from the first to one past the last
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape) if size > 1):
+        if stride < extent:  # dims from inner to outer must step over one another
+            _no(name, "elements must not share memory", f"shape {list(t.shape)} with strides {list(t.stride())}")
+        extent += stride * (size - 1)
+
+
+def check_int(name: str, value: Any) -> None:
+    """Raise ValueError unless the number of a Config is an int (no bool, no numpy int: its repr is a compile key)."""
+    if type(value) is not int:
+        _no(name, "must be an int", repr(value))
 
 
 def _is_tensor(name: str, t: Any, dtypes: tuple[torch.dtype, ...], dims: tuple[str, ...]) -> None:
-    if not isinstance(t, torch.Tensor):
-        _no(name, "must be a torch.Tensor", _type_name(t), TypeError)
-    if t.layout != torch.strided:
-        _no(name, "must be a dense (strided) tensor", t.layout, TypeError)
+    check_dense(name, t)
     if t.dtype not in dtypes:
         _no(name, f"dtype must be {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}", t.dtype, TypeError)
     if t.dim() != len(dims):
@@ -251,9 +304,9 @@ def _is_aligned(name: str, t: torch.Tensor) -> None:
     _is_aligned_address(name, t)
 
 
-def _is_aligned_address(name: str, t: torch.Tensor) -> None:
-    if t.data_ptr() % ALIGN:
-        _no(name, f"first element must be {ALIGN}-byte aligned", f"an address {t.data_ptr() % ALIGN} bytes past one")
+def _is_aligned_address(name: str, t: torch.Tensor, align: int = ALIGN) -> None:
+    if t.data_ptr() % align:
+        _no(name, f"first element must be {align}-byte aligned", f"an address {t.data_ptr() % align} bytes past one")
 
 
 def _is_shaped(name: str, t: torch.Tensor, shape: tuple[int, ...], dims: str) -> None:
@@ -265,15 +318,28 @@ def _is_vector(name: str, t: torch.Tensor, dim: str, size: int) -> None:
     _is_shaped(name, t, (size,), f"[{dim}]")
     if not t.is_contiguous():
         _no(name, "must be contiguous (stride 1)", f"stride {t.stride(0)}")
+    _is_aligned_address(name, t, WORD)
 
 
-def _is_writable(name: str, t: torch.Tensor) -> None:
-    """No two elements share an address, as in an expanded view: dims from inner to outer must step over one another."""
-    extent = 1  # elements from the first to one past the last
-    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape) if size > 1):
-        if stride < extent:
-            _no(name, "elements must not share memory", f"shape {list(t.shape)} with strides {list(t.stride())}")
-        extent += stride * (size - 1)
+def _num_bytes(t: torch.Tensor | None) -> int:
+    """Bytes from the first to the last that t reaches, gaps counted; 0 if it is absent or empty."""
+    if t is None or not t.numel():
+        return 0
+    return (1 + sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape))) * t.element_size()
+
+
+def _overlap(addresses: tuple[int, ...], num_bytes: tuple[int, ...]) -> tuple[int, int] | None:
+    """Positions in _TENSORS of an output and of an argument before it whose address ranges meet.
+
+    Absent and empty tensors have address 0, below every other, and meet nothing.
+    """
+    for i in (5, 6):  # out, lse
+        start = addresses[i]
+        end = start + num_bytes[i]
+        for j, (address, size) in enumerate(zip(addresses[:i], num_bytes)):
+            if address < end and start < address + size:
+                return i, j
+    return None
 
 
 def _metadata(t: torch.Tensor) -> tuple:

@@ -1,11 +1,13 @@
 """interface.py: sparse_decode's way from arguments to launch, on the CPU; which implementation serves what."""
 
 import dataclasses
+import importlib
 import math
 import re
 import subprocess
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +17,13 @@ from mla_cute import interface, jit, reference, validate
 from mla_cute.testing import Case, assert_bitwise, make_inputs
 
 CASE = Case(b=3, h_q=5, s_q=2, s_kv=200, topk=133, page_block_size=16, topk_length=True, sink=True, holes=True)
+
+# An implementation's source: fills out and lse.
+FILL = (
+    "from mla_cute.reference import Config, default_config\n"
+    "def compile(problem, config, arch):\n"
+    "    return lambda *args: (args[9].fill_({0}), args[10].fill_({0}))\n"
+)
 
 
 def recorder():
@@ -178,6 +187,40 @@ class TestTheWay:
         for args in launched_second:
             assert_bitwise(args[9], launched_first[1][9])
 
+    def test_another_threads_call_may_come_anywhere(self):
+        """Before every line of a call, another call: as a switch of threads could have it, but every time."""
+
+        def filler(value):
+            module = types.ModuleType(f"filler{value}")
+            module.Config, module.default_config = reference.Config, reference.default_config
+            module.compile = lambda *_: lambda *args: (args[9].fill_(value), args[10].fill_(value))
+            return module
+
+        def call(case, module, plan):
+            x = inputs[case]
+            return mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, plan=plan, impl=module)
+
+        def trace(frame, event, _):
+            if frame.f_code.co_filename not in (interface.__file__, validate.__file__):
+                return None
+            if event == "line":
+                lines.add((frame.f_code.co_name, frame.f_lineno))
+                out, lse = call(1, *other)
+                assert (out == 2).all() and (lse == 2).all()
+            return trace
+
+        inputs = [make_inputs(Case(b=2, h_q=3, s_kv=64)), make_inputs(Case(b=1, h_q=2, s_kv=64))]
+        other, before, lines = (filler(2), None), sys.gettrace(), set()
+        for plan in (None, mla_cute.plan_decode(inputs[0].q, inputs[0].indices)):
+            sys.settrace(trace)
+            try:
+                out, lse = call(0, filler(1), plan)
+            finally:
+                sys.settrace(before)
+            assert out.shape == (2, 1, 3, 512)
+            assert (out == 1).all() and (lse == 1).all()
+        assert {"sparse_decode", "_prepare", "check_sparse_decode"} <= {name for name, _ in lines}
+
     def test_empty_batch_launches_nothing(self):
         module, compiled, launched = recorder()
         q = torch.zeros(0, 2, 5, 576, dtype=torch.bfloat16)
@@ -190,6 +233,12 @@ class TestTheWay:
         assert compiled == launched == []
         out, lse = mla_cute.sparse_decode(q, kv_cache[:0], indices, topk_length=torch.zeros(0, dtype=torch.int32))
         assert (out.shape, lse.shape) == ((0, 2, 5, 512), (0, 2, 5))
+
+    def test_that_is_not_there_yet(self):
+        """MODEL1's shapes: not bad input, but nothing that this version has."""
+        x = make_inputs(CASE)
+        refused(NotImplementedError, "q: d_qk must be 576", x.q[..., :512], x.kv_cache[..., :584], x.indices)
+        refused(ValueError, "q: last dim d_qk must be 576", x.q[..., :512], x.kv_cache, x.indices)
 
     def test_bad_arguments_launch_nothing(self):
         x = make_inputs(CASE)
@@ -309,20 +358,55 @@ class TestImpl:
 
     def test_by_path(self, tmp_path):
         path = tmp_path / "sevens.py"
-        path.write_text(
-            "from mla_cute.reference import Config, default_config\n"
-            "def compile(problem, config, arch):\n"
-            "    return lambda *args: (args[9].fill_(7), args[10].fill_(8))\n"
-        )
+        path.write_text(FILL.format(7))
         x = make_inputs(CASE)
         out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, impl=str(path))
         assert (out == 7).all()
-        assert (lse == 8).all()
+        assert (lse == 7).all()
         module = mla_cute.select_impl("cpu", str(path))
         assert module is mla_cute.select_impl("cpu", str(path))
         assert sys.modules[module.__name__] is module  # its classes pickle
         assert module.__name__ != "sevens"  # and take nobody's place
         del sys.modules[module.__name__]
+
+    def test_relative_path_follows_the_directory(self, tmp_path, monkeypatch):
+        x = make_inputs(CASE)
+        for value in (1, 2):
+            folder = tmp_path / str(value)
+            folder.mkdir()
+            (folder / "fill.py").write_text(FILL.format(value))
+            monkeypatch.chdir(folder)
+            out, _ = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, impl="fill.py")
+            assert (out == value).all()
+
+    def test_reloaded_module(self, tmp_path, monkeypatch):
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two versions within one tick of the file system
+        path = tmp_path / "mla_cute_test_reloaded.py"
+        x = make_inputs(CASE)
+        path.write_text(FILL.format(1))
+        module = mla_cute.select_impl("cpu", "mla_cute_test_reloaded")
+        for value in (1, 2):
+            path.write_text(FILL.format(value))
+            module = importlib.reload(module)
+            for _ in range(2):
+                out, _ = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, impl=module)
+                assert (out == value).all()
+
+    def test_threads_import_a_file_once(self, tmp_path):
+        path = tmp_path / "slow.py"
+        path.write_text("import time\ntime.sleep(0.3)\n" + FILL.format(1))
+        with ThreadPoolExecutor(2) as pool:
+            one, other = pool.map(lambda _: mla_cute.select_impl("cpu", str(path)), range(2))
+        assert one is other
+
+    @pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
+    def test_half_a_module_does_not_stay(self, tmp_path, error):
+        path = tmp_path / "half.py"
+        path.write_text(FILL.format(1) + f"raise {error}('half')\n")
+        for _ in range(2):
+            with pytest.raises({"ValueError": ValueError, "KeyboardInterrupt": KeyboardInterrupt}[error], match="half"):
+                mla_cute.select_impl("cpu", str(path))
 
     def test_that_cannot_be_found(self, tmp_path):
         missing = str(tmp_path / "missing.py")
@@ -332,6 +416,8 @@ class TestImpl:
                 "impl: must be an importable module or the path of a .py file, got 'mla_cute.nowhere'",
             ),
             ("no_such_package.part", "impl: must be an importable module or the path of a .py file, got 'no_such_p"),
+            ("", "impl: must be an importable module or the path of a .py file, got ''"),
+            (".x", "impl: must be an importable module or the path of a .py file, got '.x'"),
             (missing, f"impl: no such file, got {missing!r}"),
         ):
             with pytest.raises(ValueError, match=f"^{re.escape(message)}"):

@@ -355,6 +355,15 @@ def test_bad_argument(name, value, error, message):
         check(good(**{name: value}))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["q", "topk_length", "attn_sink", "lse"])
+def test_nested_tensor(name):
+    """It calls itself strided, and has no shape."""
+    nested = torch.nested.nested_tensor(list(good()[name]))
+    with pytest.raises(TypeError, match=rf"^{name}: must be a dense \(strided\) tensor, got a nested tensor$"):
+        check(good(**{name: nested}))
+
+
 @pytest.mark.parametrize("name", ["q", "attn_sink", "out", "lse"])
 def test_requires_grad(name):
     args = good()
@@ -393,6 +402,69 @@ def test_address_is_looked_at_every_time(name, dtype, offset):
     args[name] = strided(shape, stride, dtype, offset)
     with pytest.raises(ValueError, match=f"^{name}: first element must be 16-byte aligned"):
         check(args)
+
+
+@pytest.mark.parametrize("passed_before", [False, True])
+@pytest.mark.parametrize("name", ["indices", "topk_length", "attn_sink", "lse"])
+def test_words_are_aligned(name, passed_before, monkeypatch):
+    monkeypatch.setattr(validate, "_passed", {})
+    monkeypatch.setattr(validate, "_last", (None, None))
+    args = good()
+    if passed_before:
+        check(args)
+    t = args[name]
+    args[name] = torch.frombuffer(bytearray(4 * t.numel() + 2), dtype=t.dtype, offset=2, count=t.numel()).view(t.shape)
+    off = args[name].data_ptr() % 4
+    assert off
+    with pytest.raises(ValueError, match=f"^{name}: first element must be 4-byte aligned, got an address {off} bytes"):
+        check(args)
+
+
+def overlapping():
+    """(output, the other argument, arguments in which they share bytes)"""
+    args = good()
+    yield "lse", "out", args | {"lse": args["out"].view(F32)[:, :, 0, :H_Q]}
+    yield "out", "q", args | {"out": args["q"][..., :512]}
+    yield "out", "q", args | {"out": args["q"][..., 64:]}
+    words = torch.zeros(BLOCKS * PAGE * 656 // 4, dtype=I32)  # the cache's bytes, under other names
+    args = good(kv_cache=words.view(U8).view(BLOCKS, PAGE, 1, 656))
+    yield "out", "kv_cache", args | {"out": words.view(BF16)[: B * S_Q * H_Q * 512].view(B, S_Q, H_Q, 512)}
+    yield "lse", "kv_cache", args | {"lse": words.view(F32)[-B * S_Q * H_Q :].view(B, S_Q, H_Q)}
+    lse = torch.zeros(B, S_Q, 2 * H_Q)
+    yield "lse", "attn_sink", good(lse=lse[..., :H_Q], attn_sink=lse[0, 0, H_Q:])  # in a gap: that counts too
+    yield "lse", "topk_length", good(lse=lse[..., :H_Q], topk_length=lse[0, 0, :B].view(I32))
+    yield "lse", "indices", good(lse=lse[..., :H_Q], indices=lse.view(I32)[..., 1 : 1 + TOPK])
+
+
+@pytest.mark.parametrize("passed_before", [False, True])
+@pytest.mark.parametrize("name, other, args", list(overlapping()))
+def test_outputs_overlap_nothing(name, other, args, passed_before, monkeypatch):
+    monkeypatch.setattr(validate, "_passed", {})
+    monkeypatch.setattr(validate, "_last", (None, None))
+    if passed_before:  # the same metadata at other addresses
+        apart = {
+            k: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for k, t in args.items() if k != "softmax_scale"
+        }
+        check(args | apart)
+    with pytest.raises(
+        ValueError, match=rf"^{name}: must not overlap {other} from first to last byte, got \d+ bytes at 0x"
+    ):
+        check(args)
+
+
+def test_neighbours_do_not_overlap():
+    room = torch.zeros(2 * B * S_Q * H_Q * 512, dtype=BF16)
+    out, rest = room.view(2, B, S_Q, H_Q, 512)
+    lse = rest.view(F32).flatten()[: B * S_Q * H_Q].view(B, S_Q, H_Q)
+    sink = rest.view(F32).flatten()[B * S_Q * H_Q :][:H_Q]
+    for _ in range(2):
+        assert check(good(out=out, lse=lse, attn_sink=sink)).h_q == H_Q
+        same = torch.zeros(H_Q)  # arguments that are only read may share memory
+        assert check(good(attn_sink=same, topk_length=same.view(I32)[:B])).h_q == H_Q
+    x = torch.zeros(0, S_Q, H_Q, 576, dtype=BF16)
+    empty = {"q": x, "out": x[..., :512], "lse": torch.zeros(0, S_Q, H_Q), "topk_length": torch.zeros(0, dtype=I32)}
+    for _ in range(2):
+        assert check(good(**empty, indices=torch.zeros(0, S_Q, TOPK, dtype=I32))).h_q == H_Q
 
 
 def test_memo_is_bounded(monkeypatch):
