@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .validate import INT32_MAX, check_dense, check_writable
+
 E4M3_MAX = 448.0  # largest finite e4m3fn value
 E4M3_NAN = 0x7F  # the one NaN code the quantiser writes
 POW2_FLOOR = 1e-4  # floor of amax/448 before the power of two: no scale is below 2^-13
@@ -24,14 +26,11 @@ CHUNK_VALUES = 1 << 25  # values converted at once: bounds the fp32 temporaries 
 class KVFormat:
     """Byte layout of one cached token; all offsets and sizes in bytes unless a name says otherwise.
 
-    A page of N tokens is a plane of data rows, `row_bytes` apart, and scale rows, `scale_row_bytes` apart:
+    Token t of a page is a row, `row_bytes` apart:
 
-        codes of token t:  t * row_bytes + nope_offset                       d_nope bytes of e4m3
-        RoPE of token t:   t * row_bytes + rope_offset                       d_rope bf16
-        scales of token t: scale_base(N) + t * scale_row_bytes + scale_offset  num_scales fp32
-
-    `page_planar` formats keep the scale rows behind all N data rows (scale_base = N * row_bytes); the others inside the
-    data row.
+        codes:  t * row_bytes + nope_offset    d_nope bytes of e4m3
+        RoPE:   t * row_bytes + rope_offset    d_rope bf16
+        scales: t * row_bytes + scale_offset   num_scales fp32
     """
 
     name: str
@@ -45,9 +44,7 @@ class KVFormat:
     nope_offset: int
     rope_offset: int
     scale_bytes: int  # one scale: 4 = fp32
-    scale_row_bytes: int
     scale_offset: int
-    page_planar: bool
 
     @property
     def num_scales(self) -> int:
@@ -57,10 +54,6 @@ class KVFormat:
     @property
     def rope_bytes(self) -> int:
         return 2 * self.d_rope  # bf16
-
-    def scale_base(self, page_block_size: int) -> int:
-        """Bytes from a page's start to where scale rows are counted from."""
-        return page_block_size * self.row_bytes if self.page_planar else 0
 
 
 V32 = KVFormat(
@@ -75,9 +68,7 @@ V32 = KVFormat(
     nope_offset=0,
     rope_offset=528,
     scale_bytes=4,
-    scale_row_bytes=656,
     scale_offset=512,
-    page_planar=False,
 )
 
 
@@ -97,7 +88,8 @@ def quantize_kv_cache(
             "amax": amax/448 in fp32, at least the smallest normal fp32 (what vLLM's writer stores);
             or a fp32 tensor that broadcasts to [num_blocks, page_block_size, 1, num_scales], positive or NaN (poison).
         out: where to write, [num_blocks, page_block_size, 1, bytes_per_token] of uint8, int8 or float8_e4m3fn; its
-            pages may be strided (`pool[:, :page]`), the gaps are not touched. Default: a new contiguous uint8 tensor.
+            pages may be strided (`pool[:, :page]`) but not overlap, the gaps are not touched. Default: a new
+            contiguous uint8 tensor.
 
     Returns: `out`.
 
@@ -107,6 +99,7 @@ def quantize_kv_cache(
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, stride, device or scale.
     """
+    _check_format(kv_format)
     _check_tensor("kv", kv, (torch.bfloat16, torch.float16, torch.float32))
     if kv.ndim != 4 or kv.shape[2] != 1 or kv.shape[3] != kv_format.d_qk or kv.shape[1] < 1:
         raise ValueError(f"kv: must be [num_blocks, page_block_size >= 1, 1, {kv_format.d_qk}], got {list(kv.shape)}")
@@ -131,6 +124,8 @@ def quantize_kv_cache(
         raise ValueError(f"out: must have {num_blocks} blocks of {page} tokens as kv has, got {list(out.shape)}")
     if out.device != kv.device:
         raise ValueError(f"out: must be on kv's device {kv.device}, got {out.device}")
+
+    check_writable("out", out)
 
     codes_out, scales_out, rope_out = _planes(out, kv_format)  # each uint8 [num_blocks, page, bytes]
     step = max(1, CHUNK_VALUES // (page * kv_format.d_qk))
@@ -188,8 +183,8 @@ def to_cache_indices(token_positions: torch.Tensor, block_table: torch.Tensor, p
 
     Args:
         token_positions: int32 or int64 [b, s_q, topk], position in the request; negative = none.
-        block_table: int32 [b, max_blocks], physical page of each logical page. Entries that no position needs may be
-            anything: they do not reach the result.
+        block_table: int32 [b, max_blocks], physical page of each logical page; negative = none, and so are the
+            positions on it. Entries that no position needs may be anything: they do not reach the result.
         page_block_size: tokens a page.
 
     Returns: int32 [b, s_q, topk]: block_table[r, pos // page] * page + pos % page, and -1 for none.
@@ -204,6 +199,8 @@ def to_cache_indices(token_positions: torch.Tensor, block_table: torch.Tensor, p
         raise TypeError(f"page_block_size: must be an int, got {type(page_block_size).__name__}")
     if page_block_size < 1:
         raise ValueError(f"page_block_size: must be at least 1, got {page_block_size}")
+    if page_block_size > INT32_MAX:  # the products below stay within int64
+        raise ValueError(f"page_block_size: must be at most {INT32_MAX}, got {page_block_size}")
     if token_positions.ndim != 3:
         raise ValueError(f"token_positions: must be [b, s_q, topk], got {list(token_positions.shape)}")
     b = token_positions.shape[0]
@@ -219,8 +216,9 @@ def to_cache_indices(token_positions: torch.Tensor, block_table: torch.Tensor, p
     # "None" looks up entry 0, which may be garbage, and the result is dropped.
     logical = (pos.clamp(min=0) // page_block_size).flatten(1)  # [b, s_q * topk]
     physical = block_table.long().gather(1, logical).view_as(pos)
-    index = torch.where(pos >= 0, physical * page_block_size + pos % page_block_size, -1)
-    if on_cpu and int(index.max()) > torch.iinfo(torch.int32).max:
+    valid = (pos >= 0) & (physical >= 0)
+    index = torch.where(valid, physical * page_block_size + pos % page_block_size, -1)
+    if on_cpu and int(index.max()) > INT32_MAX:
         raise ValueError(f"block_table: physical index must fit in int32, got {int(index.max())}")
     return index.to(torch.int32)
 
@@ -248,34 +246,44 @@ def _planes(cache: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Ten
         empty = raw.new_empty(0)
         return tuple(empty.view(0, page, n) for n in (fmt.d_nope, fmt.num_scales * fmt.scale_bytes, fmt.rope_bytes))
 
-    def plane(nbytes: int, row: int, offset: int) -> torch.Tensor:
-        return raw.as_strided((num_blocks, page, nbytes), (cache.stride(0), row, 1), start + offset)
+    def plane(nbytes: int, offset: int) -> torch.Tensor:
+        return raw.as_strided((num_blocks, page, nbytes), (cache.stride(0), fmt.row_bytes, 1), start + offset)
 
     return (
-        plane(fmt.d_nope, fmt.row_bytes, fmt.nope_offset),
-        plane(fmt.num_scales * fmt.scale_bytes, fmt.scale_row_bytes, fmt.scale_base(page) + fmt.scale_offset),
-        plane(fmt.rope_bytes, fmt.row_bytes, fmt.rope_offset),
+        plane(fmt.d_nope, fmt.nope_offset),
+        plane(fmt.num_scales * fmt.scale_bytes, fmt.scale_offset),
+        plane(fmt.rope_bytes, fmt.rope_offset),
     )
 
 
 def _decode(codes: torch.Tensor, scales: torch.Tensor, rope: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     """bf16 [..., d_qk] from the byte planes of the same leading shape."""
     values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (fmt.num_scales, fmt.quant_tile))
-    s = scales.contiguous().view(torch.float32).unsqueeze(-1)  # [..., num_scales, 1]
+    s = _packed(scales).view(torch.float32).unsqueeze(-1)  # [..., num_scales, 1]
     nope = (values * s).flatten(-2).to(torch.bfloat16)
-    return torch.cat([nope, rope.contiguous().view(torch.bfloat16)], dim=-1)
+    return torch.cat([nope, _packed(rope).view(torch.bfloat16)], dim=-1)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """A copy that can be viewed as a wider dtype: x itself, though contiguous, may start at any byte of its storage."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: must be a tensor, got {type(x).__name__}")
+    check_dense(name, x)
     if x.dtype not in dtypes:
         raise TypeError(f"{name}: dtype must be {' or '.join(map(str, dtypes))}, got {x.dtype}")
     if device is not None and x.device != device:
         raise ValueError(f"{name}: must be on {device}, got {x.device}")
 
 
+def _check_format(kv_format: object) -> None:
+    if not isinstance(kv_format, KVFormat):
+        raise TypeError(f"kv_format: must be a KVFormat, such as mla_cute.V32, got {kv_format!r}")
+
+
 def _check_cache(name: str, cache: object, fmt: KVFormat) -> None:
+    _check_format(fmt)
     _check_tensor(name, cache, CACHE_DTYPES)
     if cache.ndim != 4 or cache.shape[1] < 1 or cache.shape[2] != 1:
         raise ValueError(

@@ -208,6 +208,18 @@ def test_strided_pages(page, dtype):
     assert torch.equal(gather_tokens(out, tokens), got.view(-1, 576)[tokens])
 
 
+@pytest.mark.parametrize("offset", range(8))
+def test_a_cache_may_start_at_any_byte(offset):
+    """One token, several, and one of many: where the parts of a record are contiguous they start where they start."""
+    want = quantize_kv_cache(random_kv(2, 3))
+    for cache in (want[:1, :1], want[:, :1], want):
+        pool = torch.zeros(5000, dtype=torch.uint8)
+        moved = pool[offset : offset + cache.numel()].view(cache.shape).copy_(cache)
+        assert torch.equal(dequantize_kv_cache(moved), dequantize_kv_cache(cache.clone()))
+        token = torch.tensor([0])
+        assert torch.equal(gather_tokens(moved, token), gather_tokens(cache.clone(), token))
+
+
 def test_chunks_join(monkeypatch):
     kv = random_kv(7, 4)
     whole = quantize_kv_cache(kv, scales="amax")
@@ -240,6 +252,11 @@ def test_to_cache_indices():
     # "None" in a request without any page: entry 0 is garbage too.
     garbage = torch.full((2, 1), 2147480000, dtype=torch.int32)
     assert to_cache_indices(torch.full((2, 1, 3), -1), garbage, 64).tolist() == [[[-1] * 3]] * 2
+    # A page that is not there has no tokens, whatever its number and the offset.
+    for page in (-1, -5, -(2**31)):
+        pos = torch.tensor([[[0, 7, 63, 64, 127]]])
+        got = to_cache_indices(pos, torch.tensor([[page, 3]], dtype=torch.int32), 64)
+        assert got.tolist() == [[[-1, -1, -1, 192, 255]]]
     # Physical indices stay exact where fp32 would not.
     assert (
         to_cache_indices(torch.tensor([[[63]]]), torch.tensor([[33554430]], dtype=torch.int32), 64).item() == 2147483583
@@ -255,7 +272,7 @@ def cache_ok() -> torch.Tensor:
 
 
 BAD_CALLS = {
-    "kv type": (lambda: quantize_kv_cache([1.0]), TypeError, "kv: must be a tensor, got list"),
+    "kv type": (lambda: quantize_kv_cache([1.0]), TypeError, "kv: must be a torch.Tensor, got list"),
     "kv dtype": (lambda: quantize_kv_cache(kv_ok().double()), TypeError, "kv: dtype must be .* got torch.float64"),
     "kv shape": (
         lambda: quantize_kv_cache(kv_ok()[..., :512]),
@@ -331,9 +348,65 @@ BAD_CALLS = {
         ValueError,
         "page_block_size: must be at least 1, got 0",
     ),
+    **{
+        f"page {page}": (
+            lambda page=page: to_cache_indices(torch.zeros(1, 1, 1).int(), torch.zeros(1, 1).int(), page),
+            ValueError,
+            f"page_block_size: must be at most 2147483647, got {page}",
+        )
+        for page in (2**31, 2**63, 2**70)
+    },
+    "out pages overlap": (
+        lambda: quantize_kv_cache(
+            kv_ok(), out=torch.zeros(9999, dtype=torch.uint8).as_strided((2, 3, 1, 656), (656, 656, 1, 1))
+        ),
+        ValueError,
+        "out: elements must not share memory, got shape .* with strides",
+    ),
+    "out expanded": (
+        lambda: quantize_kv_cache(kv_ok(), out=cache_ok()[:1].expand(2, -1, -1, -1)),
+        ValueError,
+        "out: elements must not share memory",
+    ),
+    "quantize format": (
+        lambda: quantize_kv_cache(kv_ok(), kv_format="v32"),
+        TypeError,
+        "kv_format: must be a KVFormat.* got 'v32'",
+    ),
+    "dequantize format": (
+        lambda: dequantize_kv_cache(cache_ok(), kv_format=None),
+        TypeError,
+        "kv_format: must be .* got None",
+    ),
+    "gather format": (
+        lambda: gather_tokens(cache_ok(), torch.zeros(1).int(), kv_format="v32"),
+        TypeError,
+        "kv_format: must be .* got 'v32'",
+    ),
+    "kv sparse": (
+        lambda: quantize_kv_cache(kv_ok().to_sparse()),
+        TypeError,
+        r"kv: must be a dense \(strided\) tensor, got torch.sparse_coo",
+    ),
+    "kv nested": (
+        lambda: quantize_kv_cache(torch.nested.nested_tensor(list(kv_ok()))),
+        TypeError,
+        r"kv: must be a dense \(strided\) tensor, got a nested tensor",
+    ),
+    "positions sparse": (
+        lambda: to_cache_indices(torch.zeros(2, 1, 3).int().to_sparse(), torch.zeros(2, 1).int(), 4),
+        TypeError,
+        r"token_positions: must be a dense \(strided\) tensor, got torch.sparse_coo",
+    ),
+    "table nested": (
+        lambda: to_cache_indices(torch.zeros(2, 1, 3).int(), torch.nested.nested_tensor([torch.zeros(1).int()] * 2), 4),
+        TypeError,
+        r"block_table: must be a dense \(strided\) tensor, got a nested tensor",
+    ),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_errors_name_the_argument(name):
     call, error, message = BAD_CALLS[name]
