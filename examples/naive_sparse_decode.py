@@ -43,7 +43,11 @@ class Config:
         """Raises, before anything is compiled, when this implementation cannot run `problem`."""
         if (problem.op, problem.kv_format) != ("sparse_decode", "v32"):
             raise NotImplementedError(f"problem: must be sparse_decode on v32, got {problem.op} on {problem.kv_format}")
-        if not 1 <= self.heads_per_cta <= 32:
+        for name, low in (("tile_n", 1), ("fixed_overhead_blocks", 0), ("heads_per_cta", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < low:
+                raise ValueError(f"config: {name} must be an int, {low} or more, got {value!r}")
+        if self.heads_per_cta > 32:
             raise ValueError(f"config: heads_per_cta must be 1 to 32, got {self.heads_per_cta}")
 
 
@@ -133,7 +137,7 @@ class NaiveSparseDecode:
         tile = lane * NOPE // V32.quant_tile
         scale = load(record + V32.scale_offset + tile * V32.scale_bytes, Float32, 1)[0]
         rope = load(record + V32.rope_offset + lane * (2 * ROPE), BFloat16, ROPE)
-        latent = (codes.load().to(Float32) * scale).to(BFloat16).to(Float32)  # the contract's rounding of K
+        latent = (codes.load().to(Float32) * scale).to(BFloat16).to(Float32)  # K is in bf16: mla_cute.sparse_decode
         rK = cute.make_rmem_tensor(NOPE + ROPE, Float32)
         for c in cutlass.range_constexpr(NOPE):
             rK[c] = latent[c]

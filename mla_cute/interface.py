@@ -157,8 +157,8 @@ def _prepare(problem, plan, config, impl, q, indices, topk_length) -> _Ready:
     global _ready
     module = select_impl(q.device, impl)
     b, s_q, h_q, d_qk = q.shape
-    if config is not None and not isinstance(config, module.Config):
-        raise TypeError(f"config: must be a {module.__name__}.Config, got {config!r}")
+    if config is not None:
+        check_config(module, config)
     if plan is not None:
         if not isinstance(plan, DecodePlan):
             raise TypeError(f"plan: must be a mla_cute.DecodePlan, got {type(plan).__name__}")
@@ -226,6 +226,12 @@ def select_impl(device: torch.device | str, impl: ModuleType | str | None = None
             f"got {module!r} without {', '.join(missing)}"
         )
     return module
+
+
+def check_config(module: ModuleType, config: Any) -> None:
+    """Raise TypeError unless `config` is of the implementation's class."""
+    if not isinstance(config, module.Config):
+        raise TypeError(f"config: must be a {module.__name__}.Config, got {config!r}")
 
 
 @functools.cache

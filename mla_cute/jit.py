@@ -12,6 +12,7 @@ Environment: MLA_CUTE_CACHE_DIR, the directory of the cache (default: $XDG_CACHE
 """
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -187,9 +188,12 @@ def load(module: ModuleType, problem, config, arch: str) -> Callable:
 
 
 def cache_dir() -> Path:
-    """The directory of compiled kernels; deleting it, or any part of it, is safe."""
+    """The directory of compiled kernels; deleting it, or any part of it, is safe. Raises OSError without a home for it."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mla_cute"
-    return Path(os.environ.get("MLA_CUTE_CACHE_DIR") or default).expanduser()
+    try:
+        return Path(os.environ.get("MLA_CUTE_CACHE_DIR") or default).expanduser()
+    except RuntimeError:  # no HOME, and a user that the system does not know, as in a container
+        raise FileNotFoundError(errno.ENOENT, "no home directory, and MLA_CUTE_CACHE_DIR is not set") from None
 
 
 def fingerprint(module: ModuleType) -> str:
@@ -209,7 +213,8 @@ def fingerprint(module: ModuleType) -> str:
 def _sources(module: ModuleType) -> list[Path]:
     own = Path(module.__file__).resolve()
     outside = [] if PACKAGE in own.parents else own.parent.glob("*.py")
-    return sorted([*PACKAGE.rglob("*.py"), *outside])
+    # is_file: an editor's lock of an unsaved file is a link to nothing.
+    return sorted(path for path in [*PACKAGE.rglob("*.py"), *outside] if path.is_file())
 
 
 def _entry(job: Job) -> tuple[str, Path | None]:
@@ -221,13 +226,18 @@ def _entry(job: Job) -> tuple[str, Path | None]:
     symbol = f"mla_{key[:24]}"
     if job.arch == "cpu" or not file:  # torch code; or no source to fingerprint
         return symbol, None
+    try:
+        folder = cache_dir()
+    except OSError as e:
+        _say_once(f"{e.strerror}: kernels are compiled in every process")
+        return symbol, None
     for path in _sources(job.module):
         # What runs here may be the old source: it must not be stored under the new one's fingerprint. (A file of the
         # future, by another machine's clock, says nothing.)
         if _STARTED < path.stat().st_mtime < time.time() + 60:
             _say_once(f"{path} changed after this process started: {job.module.__name__} is not cached on disk")
             return symbol, None
-    return symbol, cache_dir() / fingerprint(job.module) / f"{key}.o"
+    return symbol, folder / fingerprint(job.module) / f"{key}.o"
 
 
 def _load(job: Job) -> tuple[Callable, bool]:
@@ -425,7 +435,7 @@ def warmup(
     has_topk_length=(False, True),
     has_attn_sink=(False, True),
     arch: str | None = None,
-    impl: ModuleType | None = None,
+    impl: ModuleType | str | None = None,
     config=None,
     jobs: int | None = None,
     progress: bool = True,
@@ -436,16 +446,40 @@ def warmup(
     default the current GPU's; impl, config: as in `sparse_decode`; jobs: processes, default the CPUs this one may use;
     progress: draw a bar. The processes are spawned, so a script calls this under `if __name__ == "__main__":`.
 
-    Returns (kernel, seconds, whether it was there already) per kernel. Raises ValueError (no arch, no GPU), CompileError,
-    RuntimeError naming the kernel for any other failure, OSError when the cache cannot be written.
+    Returns (kernel, seconds, whether it was there already) per kernel. Raises, before it compiles, ValueError or TypeError
+    naming the argument and NotImplementedError for an arch without a kernel; then CompileError, RuntimeError naming the
+    kernel for any other failure, OSError when the cache cannot be written.
     """
+    from .interface import check_config, select_impl
+    from .validate import MAX_HEADS
+
+    heads = _several("h_q", h_q, int)
+    lengths = _several("has_topk_length", has_topk_length, bool)
+    sinks = _several("has_attn_sink", has_attn_sink, bool)
+    for n in heads:
+        if not 1 <= n <= MAX_HEADS:
+            raise ValueError(f"h_q: must be 1 to {MAX_HEADS}, got {n}")
+    if jobs is not None and type(jobs) is not int:
+        raise TypeError(f"jobs: must be an int, got {jobs!r}")
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs: must be at least 1, got {jobs}")
     if arch is None:
         import torch
 
         if not torch.cuda.is_available():
             raise ValueError('arch: must be given on a machine without a GPU, such as "sm_90a", got None')
         arch = arch_of("cuda")
-    todo = warmup_jobs(_several(h_q), _several(has_topk_length), _several(has_attn_sink), arch, impl, config)
+    if not isinstance(arch, str):
+        raise TypeError(f'arch: must be a str such as "sm_90a", got {arch!r}')
+    if not re.fullmatch(r"sm_\d+a", arch):  # as `arch_of` names a GPU: no call would look for another
+        raise ValueError(f'arch: must be a GPU architecture such as "sm_90a", got "{arch}"')
+    module = arch_module("sparse_decode", arch) if impl is None else select_impl("cpu", impl)
+    if config is not None:
+        check_config(module, config)
+    todo = warmup_jobs(heads, lengths, sinks, arch, module, config)
+    for job in todo:
+        if job.module is module:
+            job.config.check(job.problem)
     return compile_ahead(todo, processes=jobs, progress=progress)
 
 
@@ -522,5 +556,9 @@ def _imported(name: str, file: str | None) -> ModuleType:
     return module
 
 
-def _several(value) -> tuple:
-    return (value,) if isinstance(value, (bool, int)) else tuple(value)
+def _several(name: str, value, kind: type) -> tuple:
+    """One value of a kind, or an iterable of them, as a tuple."""
+    values = tuple(value) if hasattr(value, "__iter__") and not isinstance(value, str) else (value,)
+    if any(type(v) is not kind for v in values):
+        raise TypeError(f"{name}: must be {kind.__name__} or several, got {value!r}")
+    return values

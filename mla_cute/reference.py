@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .kv_cache import V32, KVFormat, gather_tokens
-
-if TYPE_CHECKING:
-    from .validate import Problem
+from .validate import Problem, check_int
 
 LOG2_E = math.log2(math.e)
 CHUNK_BYTES = 1 << 28  # dequantised keys held at once: a few query tokens of topk 2048, not a whole batch
@@ -107,7 +106,7 @@ def _attend(
     # Keys that are not attended stay 0: their weight is 0, and 0 * NaN would be NaN.
     k = torch.zeros(n, keys, fmt.d_qk, dtype=dtype, device=q.device)
     k[valid] = _gather(kv_cache, indices[valid], fmt).to(dtype)
-    with _full_fp32_matmul():
+    with _full_fp32_matmul(), torch.autocast(q.device.type, enabled=False):
         scores = (q.to(dtype) @ k.mT) * scale  # [n, h_q, keys]
         scores = scores.masked_fill(~valid.unsqueeze(1), -math.inf)
         row_max = scores.amax(-1, keepdim=True) if keys else scores.new_full((*scores.shape[:2], 1), -math.inf)
@@ -136,15 +135,23 @@ def _gather(kv_cache: torch.Tensor, tokens: torch.Tensor, fmt: KVFormat) -> torc
 @contextlib.contextmanager
 def _full_fp32_matmul() -> Iterator[None]:
     """fp32 products without the TF32 a caller may have allowed: it is coarser than the tolerance of lse."""
-    before = torch.get_float32_matmul_precision()
-    if before == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    # Each backend's own setting, which the products look at: the older one for all of them cannot be read, nor put back
+    # as it was, once a program has used these.
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    with _matmul_lock:
+        before = [backend.fp32_precision for backend in backends]
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            for backend, precision in zip(backends, before):
+                backend.fp32_precision = "none"  # torch.backends.fp32_precision decides; where that says what was there,
+                if backend.fp32_precision != precision:  # it goes on doing so
+                    backend.fp32_precision = precision
+
+
+_matmul_lock = threading.RLock()  # the settings are the process's: two threads must not put back each other's "ieee"
 
 
 # ---- the plan
@@ -217,7 +224,7 @@ def plan(
         records.append([begin_req, end_req, begin_block, end_block, begin_split, int(first), int(last), slot])
         slot += first + (last and end_req != begin_req)
     assert (req, given, split) == (b, 0, 0), "the payload must cover all the work"
-    return torch.tensor(records, dtype=torch.int32), torch.tensor(num_splits, dtype=torch.int32)
+    return tuple(torch.tensor(x, dtype=torch.int32, device="cpu") for x in (records, num_splits))
 
 
 class Piece(NamedTuple):
@@ -345,6 +352,8 @@ class Config:
             raise NotImplementedError(f"problem.op: the reference has sparse_decode, got {problem.op}")
         if problem.kv_format != V32.name:
             raise NotImplementedError(f"problem.kv_format: the reference reads {V32.name}, got {problem.kv_format}")
+        check_int("tile_n", self.tile_n)
+        check_int("fixed_overhead_blocks", self.fixed_overhead_blocks)
         if self.tile_n < 1:
             raise ValueError(f"tile_n: must be at least 1, got {self.tile_n}")
         if self.fixed_overhead_blocks < 0:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import jit, reference
-from .validate import INT32_MAX, MAX_HEADS, Problem
+from .validate import INT32_MAX, MAX_HEADS, MAX_S_Q, Problem, check_dense, check_int
 
 CPU_NUM_SMS = 132  # plans made on the CPU are those of an H100 or H200
 
@@ -40,6 +40,23 @@ class DecodePlan:
     config: Any
     metadata: torch.Tensor  # [P, 8] int32, a record a part: see `mla_cute.reference.plan`
     num_splits: torch.Tensor  # [b + 1] int32: splits of the requests before each request
+
+    def __post_init__(self) -> None:
+        """Kernels trust these: raise ValueError naming the field where one cannot be a plan's."""
+        check_int("num_parts", self.num_parts)
+        if self.num_parts < 1:
+            raise ValueError(f"num_parts: must be at least 1, got {self.num_parts}")
+        for name, shape in (("metadata", (self.num_parts, 8)), ("num_splits", (self.b + 1,))):
+            t = getattr(self, name)
+            check_dense(name, t)
+            if t.dtype != torch.int32 or t.shape != shape or not t.is_contiguous():
+                raise ValueError(
+                    f"{name}: must be int32 {list(shape)}, contiguous, "
+                    f"got {t.dtype} {list(t.shape)} with strides {list(t.stride())}"
+                )
+        if self.num_splits.device != self.metadata.device:
+            got = self.num_splits.device
+            raise ValueError(f"num_splits: must be on the device of metadata ({self.device}), got {got}")
 
     @property
     def device(self) -> torch.device:
@@ -109,12 +126,12 @@ def plan_decode(
     b, s_q, h_q, d_qk, topk = _check(q, indices, topk_length)
     device, has_topk_length = q.device, topk_length is not None
     problem = Problem(h_q=h_q, d_qk=d_qk, has_topk_length=has_topk_length)
-    if not isinstance(impl, ModuleType):
-        from .interface import select_impl  # not at the top: interface imports this module
+    from .interface import check_config, select_impl  # not at the top: interface imports this module
 
-        impl = select_impl(device, impl)
+    impl = select_impl(device, impl)
     if config is None:
         config = impl.default_config(problem)
+    check_config(impl, config)
     config.check(problem)
 
     num_parts = count_parts(problem, config, s_q, device)
@@ -174,16 +191,17 @@ def _check(q, indices, topk_length) -> tuple[int, int, int, int, int]:
     ):
         if t is None and name == "topk_length":
             continue
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name}: must be a torch.Tensor, got {type(t).__name__}")
+        check_dense(name, t)
         if t.dim() != dims.count(",") + 1:
             raise ValueError(f"{name}: must be {dims}, got shape {list(t.shape)}")
         if t.device != q.device:
             raise ValueError(f"{name}: must be on the device of q ({q.device}), got {t.device}")
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"q: device must be cpu or cuda, got {q.device}")
     b, s_q, h_q, d_qk = q.shape
     topk = indices.shape[2]
-    if s_q < 1 or not 1 <= h_q <= MAX_HEADS:
-        raise ValueError(f"q: must have s_q >= 1 and 1 <= h_q <= {MAX_HEADS}, got shape {list(q.shape)}")
+    if not 1 <= s_q <= MAX_S_Q or not 1 <= h_q <= MAX_HEADS:
+        raise ValueError(f"q: must have 1 <= s_q <= {MAX_S_Q} and 1 <= h_q <= {MAX_HEADS}, got shape {list(q.shape)}")
     if indices.shape[:2] != (b, s_q) or topk < 1:
         raise ValueError(f"indices: shape must be [b, s_q, topk] = [{b}, {s_q}, 1 or more], got {list(indices.shape)}")
     if topk_length is not None:

@@ -191,6 +191,10 @@ class TestNaive:
     def test_config_refuses(self, naive):
         with pytest.raises(ValueError, match="heads_per_cta must be 1 to 32, got 33"):
             naive.Config(heads_per_cta=33).check(Problem())
+        for name in ("tile_n", "fixed_overhead_blocks", "heads_per_cta"):
+            for value in (-1, 4.0, "4", None):
+                with pytest.raises(ValueError, match=f"config: {name} must be an int, . or more, got {value!r}"):
+                    naive.Config(**{name: value}).check(Problem())
         with pytest.raises(NotImplementedError, match="must be sparse_decode on v32, got dense_decode on v32"):
             naive.default_config(Problem()).check(Problem(op="dense_decode"))
 

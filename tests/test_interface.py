@@ -269,7 +269,8 @@ class TestPlanAndConfig:
         without = {**kwargs, "topk_length": None}
         text = message.format("has_topk_length", True, False)
         refused(ValueError, text, q, kv_cache, indices, **without, plan=plan)
-        elsewhere = dataclasses.replace(plan, metadata=plan.metadata.to("meta"))
+        tensors = {name: getattr(plan, name).to("meta") for name in ("metadata", "num_splits")}
+        elsewhere = dataclasses.replace(plan, **tensors)
         text = "plan: was made for device meta, got a call with device cpu"
         refused(ValueError, text, q, kv_cache, indices, **kwargs, plan=elsewhere)
 

@@ -2,7 +2,9 @@
 
 import ctypes
 import importlib.util
+import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_cute import jit
+from mla_cute import interface, jit, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCH = "sm_90a"
@@ -268,6 +270,31 @@ def test_cache_dir(monkeypatch, tmp_path):
     assert jit.cache_dir() == Path.home() / ".cache" / "mla_cute"
 
 
+def test_no_home_directory(monkeypatch, tmp_path, capfd):
+    """HOME is not set, and the system does not know the user: kernels are compiled all the same."""
+    for name in ("MLA_CUTE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does then
+    monkeypatch.setattr(jit, "_memory", {})
+    monkeypatch.setattr(jit, "_said", set())
+    module = plain_module(tmp_path / "plain.py")
+    for h_q in (1, 2):
+        assert jit.load(module, Problem(h_q=h_q), None, ARCH)() == (Problem(h_q=h_q), None, ARCH)
+    said = "mla_cute: no home directory, and MLA_CUTE_CACHE_DIR is not set: kernels are compiled in every process"
+    assert capfd.readouterr().err.splitlines() == [said]
+    with pytest.raises(OSError, match="no home directory"):
+        jit.compile_ahead([jit.Job(module, Problem(), None, ARCH)], progress=False)
+
+
+def test_dead_links_are_no_sources(cache, tmp_path):
+    """Such as an editor's lock of an unsaved file, beside an implementation."""
+    module = plain_module(tmp_path / "plain.py")
+    before = jit.fingerprint(module)
+    (tmp_path / ".#plain.py").symlink_to("user@host.1234")
+    assert jit.fingerprint(module) == before
+    assert jit.load(module, Problem(), None, ARCH)() == (Problem(), None, ARCH)
+
+
 def test_arch_of(monkeypatch):
     assert jit.arch_of("cpu") == "cpu" and jit.arch_of(torch.device("cpu")) == "cpu"
     with pytest.raises(ValueError, match="device: must be cuda or cpu, got meta"):
@@ -487,6 +514,49 @@ def test_warmup_needs_an_arch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="arch: must be given"):
         jit.warmup()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"h_q": 129}, ValueError, "h_q: must be 1 to 128, got 129"),
+        ({"h_q": (64, 0)}, ValueError, "h_q: must be 1 to 128, got 0"),
+        ({"h_q": -5}, ValueError, "h_q: must be 1 to 128, got -5"),
+        ({"h_q": "64"}, TypeError, "h_q: must be int or several, got '64'"),
+        ({"h_q": 64.0}, TypeError, "h_q: must be int or several, got 64.0"),
+        ({"h_q": True}, TypeError, "h_q: must be int or several, got True"),
+        ({"has_topk_length": "no"}, TypeError, "has_topk_length: must be bool or several, got 'no'"),
+        ({"has_attn_sink": (0, 1)}, TypeError, "has_attn_sink: must be bool or several, got (0, 1)"),
+        ({"config": "fast"}, TypeError, "config: must be a mla_cute.reference.Config, got 'fast'"),
+        ({"config": reference.Config(tile_n=0)}, ValueError, "tile_n: must be at least 1, got 0"),
+        ({"jobs": 0}, ValueError, "jobs: must be at least 1, got 0"),
+        ({"jobs": -1}, ValueError, "jobs: must be at least 1, got -1"),
+        ({"jobs": "2"}, TypeError, "jobs: must be an int, got '2'"),
+        ({"arch": "cpu"}, ValueError, 'arch: must be a GPU architecture such as "sm_90a", got "cpu"'),
+        ({"arch": "sm_90"}, ValueError, 'arch: must be a GPU architecture such as "sm_90a", got "sm_90"'),
+        ({"arch": 90}, TypeError, "arch: must be a str such as"),
+        ({"impl": "no.such.module"}, ValueError, "impl: must be an importable module"),
+        ({"impl": math}, TypeError, "impl: must be a module with Config"),
+        ({"impl": None, "arch": "sm_80a"}, NotImplementedError, "sparse_decode: no kernel for sm_80a"),
+    ],
+)
+def test_warmup_checks_its_arguments(monkeypatch, change, error, message):
+    monkeypatch.setattr(jit, "compile_ahead", None)
+    pytest.importorskip("cutlass")  # warmup's list of kernels has the planner
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        jit.warmup(**{"h_q": 64, "arch": ARCH, "impl": reference, **change})
+
+
+def test_warmup_takes_an_impl_by_name_or_path(monkeypatch, tmp_path):
+    pytest.importorskip("cutlass")
+    monkeypatch.setattr(jit, "compile_ahead", lambda todo, processes, progress: todo)
+    path = tmp_path / "variant.py"
+    path.write_text("from mla_cute.reference import Config, compile, default_config\n")
+    for impl in ("mla_cute.reference", str(path)):
+        module = interface.select_impl("cpu", impl)
+        todo = jit.warmup([1, 2], has_topk_length=True, has_attn_sink=False, arch=ARCH, impl=impl)
+        own = [job for job in todo if job.module is module]
+        assert [(job.problem.h_q, job.config) for job in own] == [(1, module.Config()), (2, module.Config())]
 
 
 @pytest.mark.compile

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import mla_cute
 from mla_cute import reference
-from mla_cute.kv_cache import quantize_kv_cache
+from mla_cute.kv_cache import dequantize_kv_cache, quantize_kv_cache
 from mla_cute.testing import Case, assert_bitwise, assert_close, make_inputs
 
 TIGHT_OUT = {"abs_tol": 2e-6, "rel_tol": 2e-5, "cos_tol": 1e-10}  # fp32 oracle against fp64, before any bf16 rounding
@@ -222,17 +223,79 @@ def test_chunks_join_and_other_dtypes_of_cache(monkeypatch):
         assert_close(got[1], want[1], **TIGHT_LSE)
 
 
-def test_allowed_tf32_is_put_back():
-    torch.set_float32_matmul_precision("medium")
-    try:
-        inputs = make_inputs(BRUTE_CASES[0])
-        out, lse = reference.sparse_decode(inputs.q, inputs.kv_cache, inputs.indices, **inputs.kwargs())
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+PRECISION = {  # what a program may have asked for: the older setting, one backend's, or all backends'
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "cuda tf32": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "cpu bf16": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    "all tf32": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    "all but cuda": lambda: (
+        setattr(torch.backends, "fp32_precision", "tf32"),
+        setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee"),
+    ),
+}
+
+
+def precision() -> list[str]:
+    backends = torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    return [backend.fp32_precision for backend in backends]
+
+
+@pytest.fixture
+def restored_precision():
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends):
+        backend.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("name", PRECISION)
+def test_fp32_is_fp32_and_the_precision_is_put_back(name, restored_precision):
+    inputs = make_inputs(BRUTE_CASES[0])
     want = reference.sparse_decode(inputs.q, inputs.kv_cache, inputs.indices, **inputs.kwargs())
+    PRECISION[name]()
+    before = precision()
+    out, lse = reference.sparse_decode(inputs.q, inputs.kv_cache, inputs.indices, **inputs.kwargs())
+    assert precision() == before
     assert_bitwise(out, want[0])
     assert_bitwise(lse, want[1])
+    if name == "all tf32":  # what followed the common setting still does
+        torch.backends.fp32_precision = "ieee"
+        assert precision() == ["ieee"] * 3
+
+
+def test_autocast_changes_nothing():
+    inputs = make_inputs(Case(b=3, h_q=8, s_q=2, s_kv=300, topk=200, sink=True, topk_length=True))
+    metadata, num_splits = reference.plan(reference.sparse_num_keys(3, 200, inputs.topk_length), 7)
+
+    def results():
+        args = (inputs.q, inputs.kv_cache, inputs.indices)
+        yield from reference.sparse_decode(*args, **inputs.kwargs())
+        options = {"softmax_scale": inputs.softmax_scale, "topk_length": inputs.topk_length}
+        partial = reference.partials(*args, metadata, **options)
+        yield from partial
+        room = torch.zeros(3, 2, 8, 512), torch.zeros(3, 2, 8)
+        yield from reference.combine(*partial, metadata, num_splits, out=room[0], lse=room[1])
+        yield quantize_kv_cache(inputs.kv)
+        yield dequantize_kv_cache(inputs.kv_cache)
+
+    want = list(results())
+    with torch.autocast("cpu", torch.bfloat16):
+        got = list(results())
+    for ours, right in zip(got, want):
+        assert_bitwise(ours, right)
+
+
+def test_default_device_changes_nothing():
+    inputs = make_inputs(BRUTE_CASES[0])
+    args = (inputs.q, inputs.kv_cache, inputs.indices)
+    want = mla_cute.sparse_decode(*args, **inputs.kwargs())
+    with torch.device("meta"):
+        plan = mla_cute.plan_decode(inputs.q, inputs.indices, topk_length=inputs.topk_length)
+        assert plan.device == torch.device("cpu")
+        got = mla_cute.sparse_decode(*args, **inputs.kwargs(), plan=plan)
+    for ours, right in zip(got, want):
+        assert_bitwise(ours, right)
 
 
 # ---- the plan: worked examples
@@ -589,3 +652,7 @@ def test_config_check():
         reference.Config(tile_n=0).check(FakeProblem())
     with pytest.raises(ValueError, match="fixed_overhead_blocks: must not be negative, got -1"):
         reference.Config(fixed_overhead_blocks=-1).check(FakeProblem())
+    for value in (math.nan, "64", None, 64.0, 64.5, True):
+        for name in ("tile_n", "fixed_overhead_blocks"):
+            with pytest.raises(ValueError, match=f"^{name}: must be an int, got {value!r}$"):
+                reference.Config(**{name: value}).check(FakeProblem())

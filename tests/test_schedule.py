@@ -1,7 +1,9 @@
 """The plan: errors of DecodePlan and plan_decode, the closed form behind the device planner, the planner itself."""
 
 import dataclasses
+import math
 import random
+import types
 
 import numpy as np
 import pytest
@@ -89,9 +91,34 @@ def test_check_compares_the_whole_config():
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_parts": -3}, "num_parts: must be at least 1, got -3"),
+        ({"num_parts": 66.0}, "num_parts: must be an int, got 66.0"),
+        ({"num_parts": 65}, "metadata: must be int32 [65, 8], contiguous, got torch.int32 [66, 8]"),
+        ({"metadata": lambda t: t[:1]}, "metadata: must be int32 [66, 8], contiguous, got torch.int32 [1, 8]"),
+        ({"metadata": lambda t: t.float()}, "metadata: must be int32 [66, 8], contiguous, got torch.float32"),
+        ({"metadata": lambda t: t.T.contiguous().T}, "contiguous, got torch.int32 [66, 8] with strides [1, 66]"),
+        ({"metadata": lambda t: t.to_sparse()}, "metadata: must be a dense (strided) tensor, got torch.sparse_coo"),
+        ({"num_splits": lambda t: t[:0]}, "num_splits: must be int32 [8], contiguous, got torch.int32 [0]"),
+        ({"num_splits": lambda t: t.tolist()}, "num_splits: must be a torch.Tensor, got list"),
+        ({"num_splits": lambda t: t.to("meta")}, "num_splits: must be on the device of metadata (cpu), got meta"),
+        ({"b": 8}, "num_splits: must be int32 [9], contiguous, got torch.int32 [8]"),
+    ],
+)
+def test_plan_holds_together(change, message):
+    plan = plan_decode(*shapes(7))
+    change = {name: value(getattr(plan, name)) if callable(value) else value for name, value in change.items()}
+    with pytest.raises((TypeError, ValueError)) as error:
+        dataclasses.replace(plan, **change)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("q", "indices", "topk_length", "error", "message"),
     [
         ((2, 1, 128), (2, 1, 64), None, ValueError, "q: must be [b, s_q, h_q, d_qk], got shape [2, 1, 128]"),
+        ((2, 65536, 1, 576), (2, 65536, 1), None, ValueError, "q: must have 1 <= s_q <= 65535 and"),
         ((2, 1, 129, 576), (2, 1, 64), None, ValueError, "1 <= h_q <= 128, got shape [2, 1, 129, 576]"),
         ((2, 1, 128, 576), (3, 1, 64), None, ValueError, "indices: shape must be [b, s_q, topk] = [2, 1, 1 or more]"),
         ((2, 1, 128, 576), (2, 1, 0), None, ValueError, "got [2, 1, 0]"),
@@ -104,7 +131,32 @@ def test_check_compares_the_whole_config():
 )
 def test_errors(q, indices, topk_length, error, message):
     with pytest.raises(error) as raised:
-        plan_decode(torch.empty(q), None if indices is None else torch.empty(indices), topk_length=topk_length)
+        indices = None if indices is None else torch.empty(1).expand(indices)
+        plan_decode(torch.empty(1).expand(q), indices, topk_length=topk_length)
+    assert message in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"config": "a"}, TypeError, "config: must be a mla_cute.reference.Config, got 'a'"),
+        ({"config": 3}, TypeError, "config: must be a mla_cute.reference.Config, got 3"),
+        ({"config": {}}, TypeError, "config: must be a mla_cute.reference.Config, got {}"),
+        ({"config": reference.Config(tile_n=64.5)}, ValueError, "tile_n: must be an int, got 64.5"),
+        ({"impl": math}, TypeError, "impl: must be a module with Config, default_config, compile"),
+        ({"topk_length": torch.zeros(7).int().to_sparse()}, TypeError, "topk_length: must be a dense (strided) tensor"),
+        ({"q": torch.zeros(7, 1, 2, 576).to_sparse()}, TypeError, "q: must be a dense (strided) tensor"),
+        ({"q": lambda: torch.nested.nested_tensor([torch.zeros(1, 2, 576)] * 7)}, TypeError, "got a nested tensor"),
+        ({"indices": lambda: torch.nested.nested_tensor([torch.zeros(1, 2)] * 7)}, TypeError, "got a nested tensor"),
+        (dict(zip(("q", "indices"), shapes(7, device="meta"))), ValueError, "q: device must be cpu or cuda, got meta"),
+    ],
+)
+def test_errors_of_other_kinds(change, error, message):
+    args = dict(zip(("q", "indices"), shapes(7)))
+    args |= {name: value() if isinstance(value, types.FunctionType) else value for name, value in change.items()}
+    with pytest.raises(error) as raised:
+        plan_decode(args.pop("q"), args.pop("indices"), **args)
     assert message in str(raised.value)
 
 

@@ -36,7 +36,7 @@ def rejects(ans, ref, *patterns, **tol):
         assert re.search(pattern, str(error.value)), str(error.value)
 
 
-def test_tolerances_are_the_contracts():
+def test_tolerances_are_flashmlas():
     assert SPARSE_DECODE_OUT == {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
     assert SPARSE_DECODE_LSE == {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536, "cos_tol": 1e-7}
 

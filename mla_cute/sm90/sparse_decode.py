@@ -55,7 +55,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from .. import jit
 from ..combine import Combine
 from ..kv_cache import V32
-from ..validate import Problem
+from ..validate import Problem, check_int
 from .helpers import (
     LN_2,
     LOG2_E,
@@ -113,6 +113,11 @@ class Config:
             raise NotImplementedError(
                 f"config: sm90.sparse_decode runs sparse_decode on a v32 cache, got {problem.op} on {problem.kv_format}"
             )
+        numbers = "tile_n num_stages q_tiles_in_registers raw_slots fixed_overhead_blocks math0_columns"
+        for name in numbers.split():
+            check_int(f"config: {name}", getattr(self, name))
+        if not isinstance(self.registers, tuple) or [type(r) for r in self.registers] != [int] * 3:
+            raise ValueError(f"config: registers must be a tuple of 3 ints, got {self.registers!r}")
         if self.tile_n != 64:
             raise ValueError(f"config: tile_n must be 64, got {self.tile_n}")
         if self.num_stages not in (1, 2):
