@@ -18,7 +18,7 @@ import torch
 
 from .interface import sparse_decode
 from .schedule import DecodePlan, plan_decode
-from .validate import D_QK, D_V, check_sparse_decode
+from .validate import D_QK, D_V, INT32_MAX, MAX_HEADS, MAX_S_Q, check_dense, check_sparse_decode
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -71,7 +71,8 @@ def get_mla_metadata(
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
-    **ignored: object,
+    *ignored: object,
+    **ignored_too: object,
 ) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
     """What `flash_mla_with_kvcache` takes as tile_scheduler_metadata and num_splits.
 
@@ -88,24 +89,28 @@ def get_mla_metadata(
         return FlashMLASchedMeta(), None
     if not isinstance(cache_seqlens, torch.Tensor) or cache_seqlens.dim() != 1:
         _no("cache_seqlens", "must be a tensor [b]", getattr(cache_seqlens, "shape", cache_seqlens), TypeError)
-    if not is_fp8_kvcache:
-        raise AssertionError("is_fp8_kvcache: must be True for sparse attention (topk given), got False")
-    for name, value in (
-        ("num_q_tokens_per_head_k", num_q_tokens_per_head_k),
-        ("num_heads_k", num_heads_k),
-        ("num_heads_q", num_heads_q),
-        ("topk", topk),
+    _is_bool("is_fp8_kvcache", is_fp8_kvcache)
+    _assert(is_fp8_kvcache, "is_fp8_kvcache: must be True for sparse attention (topk given), got False")
+    for name, value, most in (
+        ("num_q_tokens_per_head_k", num_q_tokens_per_head_k, MAX_S_Q * MAX_HEADS),
+        ("num_heads_k", num_heads_k, 1),
+        ("num_heads_q", num_heads_q, MAX_HEADS),
+        ("topk", topk, INT32_MAX),
     ):
-        if not isinstance(value, int):
+        if type(value) is not int:
             _no(name, "must be an int for sparse attention (topk given)", value, TypeError)
-        if value < 1:
-            _no(name, "must be at least 1", value)
-    if num_heads_k != 1:
-        _no("num_heads_k", "must be 1 for sparse attention", num_heads_k)
+        if not 1 <= value <= most:
+            _no(name, f"must be 1{f' to {most}' * (most > 1)} for sparse attention (topk given)", value)
     if num_q_tokens_per_head_k % num_heads_q:
         _no("num_q_tokens_per_head_k", f"must be s_q * num_heads_q ({num_heads_q})", num_q_tokens_per_head_k)
     # The plan depends on shapes alone here: tensors of those shapes over one element's worth of memory.
     b, s_q = cache_seqlens.shape[0], num_q_tokens_per_head_k // num_heads_q
+    if s_q > MAX_S_Q:
+        _no(
+            "num_q_tokens_per_head_k",
+            f"must be at most {MAX_S_Q} * num_heads_q ({num_heads_q})",
+            num_q_tokens_per_head_k,
+        )
     q = torch.empty((1, 1, 1, D_QK), dtype=torch.bfloat16, device=cache_seqlens.device).expand(
         b, s_q, num_heads_q, D_QK
     )
@@ -163,6 +168,8 @@ def flash_mla_with_kvcache(
     _has_dims("k_cache", k_cache, 4)
     if indices is not None:
         _has_dims("indices", indices, 3)
+    _is_bool("causal", causal)
+    _is_bool("is_fp8_kvcache", is_fp8_kvcache)
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         meta = tile_scheduler_metadata
         _assert(num_splits is None, "num_splits: must be None beside a FlashMLASchedMeta, got a value")
@@ -255,6 +262,9 @@ def _is_plan_like(metadata, num_splits, q: torch.Tensor) -> None:
 def _assert_same(config: FlashMLASchedMeta.Config, recorded: FlashMLASchedMeta.Config) -> None:
     if config == recorded:
         return
+    if not isinstance(recorded, FlashMLASchedMeta.Config):
+        needed = "config of a FlashMLASchedMeta that have_initialized must be that of its first call"
+        _no("tile_scheduler_metadata", needed, recorded)
     for f in fields(FlashMLASchedMeta.Config):
         got, needed = getattr(config, f.name), getattr(recorded, f.name)
         _assert(
@@ -263,10 +273,14 @@ def _assert_same(config: FlashMLASchedMeta.Config, recorded: FlashMLASchedMeta.C
 
 
 def _has_dims(name: str, t: torch.Tensor, dims: int) -> None:
-    if not isinstance(t, torch.Tensor):
-        _no(name, "must be a torch.Tensor", type(t).__name__, TypeError)
+    check_dense(name, t)
     if t.dim() != dims:
         _no(name, f"must have {dims} dims", f"shape {list(t.shape)}")
+
+
+def _is_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        _no(name, "must be a bool", repr(value), TypeError)
 
 
 def _assert(condition: bool, message: str) -> None:

@@ -107,7 +107,13 @@ class TestObject:
 
     @pytest.mark.parametrize(
         "arguments",
-        [(), (torch.zeros(3, dtype=I32), 10, 1), (torch.zeros(3, dtype=I32), 10, 1, 5, False, None)],
+        [
+            (),
+            (torch.zeros(3, dtype=I32), 10, 1),
+            (torch.zeros(3, dtype=I32), 10, 1, 5, False, None),
+            (torch.zeros(3, dtype=I32), 10, 1, 5, False, None, "more"),
+            (None, "any", "number", "of", "arguments", None, "and", "kinds"),
+        ],
         ids=len,
     )
     def test_get_mla_metadata(self, arguments):
@@ -152,6 +158,13 @@ class TestObject:
             decode(x, meta, indices=x.indices[..., :64])
         assert_bitwise(decode(x, meta)[0], expected(x)[0])
         assert len(plans) == 1
+
+    def test_that_claims_a_first_call(self, x):
+        message = (
+            "tile_scheduler_metadata: config of a FlashMLASchedMeta that have_initialized must be that of its first"
+        )
+        with refused(ValueError, message):
+            decode(x, FlashMLASchedMeta(have_initialized=True))
 
     def test_another_shape_than_the_first(self, x):
         meta, _ = get_mla_metadata()
@@ -312,8 +325,23 @@ class TestTensors:
                 TypeError,
                 "num_heads_q: must be an int for sparse attention (topk given), got None",
             ),
-            ({"num_heads_k": 2}, ValueError, "num_heads_k: must be 1 for sparse attention, got 2"),
-            ({"topk": 0}, ValueError, "topk: must be at least 1, got 0"),
+            ({"num_heads_k": 2}, ValueError, "num_heads_k: must be 1 for sparse attention (topk given), got 2"),
+            ({"topk": 0}, ValueError, "topk: must be 1 to 2147483647 for sparse attention (topk given), got 0"),
+            ({"topk": 10**30}, ValueError, "topk: must be 1 to 2147483647 for sparse attention (topk given), got 1000"),
+            ({"topk": True}, TypeError, "topk: must be an int for sparse attention (topk given), got True"),
+            (
+                {"num_heads_q": 129},
+                ValueError,
+                "num_heads_q: must be 1 to 128 for sparse attention (topk given), got 129",
+            ),
+            ({"num_heads_q": 10**30}, ValueError, "num_heads_q: must be 1 to 128 for sparse attention"),
+            ({"num_q_tokens_per_head_k": 5 * 10**30}, ValueError, "num_q_tokens_per_head_k: must be 1 to 8388480 for"),
+            (
+                {"num_q_tokens_per_head_k": 5 * 65536},
+                ValueError,
+                "num_q_tokens_per_head_k: must be at most 65535 * num_heads_q (5), got 327680",
+            ),
+            ({"is_fp8_kvcache": "no"}, TypeError, "is_fp8_kvcache: must be a bool, got 'no'"),
             (
                 {"num_q_tokens_per_head_k": 11},
                 ValueError,
@@ -360,6 +388,9 @@ class TestRefused:
             ),
             ({"q": torch.zeros(3, 5, 576)}, ValueError, "q: must have 4 dims, got shape [3, 5, 576]"),
             ({"q": [1]}, TypeError, "q: must be a torch.Tensor, got list"),
+            ({"is_fp8_kvcache": "no"}, TypeError, "is_fp8_kvcache: must be a bool, got 'no'"),
+            ({"causal": 0}, TypeError, "causal: must be a bool, got 0"),
+            ({"q": torch.zeros(3, 2, 5, 576).to_sparse()}, TypeError, "q: must be a dense (strided) tensor, got"),
             ({"k_cache": torch.zeros(3, 656)}, ValueError, "k_cache: must have 4 dims, got shape [3, 656]"),
             ({"indices": torch.zeros(3, 133)}, ValueError, "indices: must have 3 dims, got shape [3, 133]"),
             ({"attn_sink": torch.zeros(4)}, ValueError, "attn_sink: shape must be [h_q] = [5], got [4]"),
