@@ -12,7 +12,7 @@ that the library's functions compute them: what the article supposes comes out o
 The printed table has a row a value: computed here | printed in the article | a mark | a note. The marks:
 
     =        the same number, rounded to the article's digits
-    SLIP     the article is wrong there; the note says what is right and why
+    SLIP     the article is wrong there; the note says what is right and why (if in a word, nothing is computed)
     blank    the article has nothing to compare with
     DIFFERS  computed and printed are not the same, and nobody knows why: does not occur, and the script would exit 1
 
@@ -66,7 +66,7 @@ class Row:
     """One value: as computed here, and as the article prints it."""
 
     name: str
-    computed: float | str | tuple  # a number, a word, or a tuple of them
+    computed: float | tuple | None  # a number or several; None: the article slips in a word, `slip` has the right one
     article: str | tuple[str, ...] | None = None  # its digits as printed; None: it prints none
     note: str = ""
     slip: str = ""  # not empty: the article is wrong; what is right, and why
@@ -86,9 +86,7 @@ class Row:
         return {None: "", True: "=", False: "DIFFERS"}[self.agrees]
 
 
-def _rounds_to(value: float | str, printed: str) -> bool:
-    if isinstance(value, str):
-        return value == printed
+def _rounds_to(value: float | None, printed: str) -> bool:
     try:
         number = float(printed)
     except ValueError:
@@ -252,7 +250,7 @@ def step_1_call(case: Case) -> Step:
             Row("lse [b, h_q, s_q]", tuple(lse.shape), ("2", "128", "1"), "mla_cute.sparse_decode: [b, s_q, h_q]"),
             Row(
                 "cache that dense decode reads",
-                "bf16",
+                None,
                 "the same",
                 slip="for contexts up to topk the article drops indices and passes a block table instead. FlashMLA's "
                 "dense decode reads a cache in q's dtype; over this FP8 cache one lists all tokens.",
@@ -349,7 +347,7 @@ def step_3_plan(case: Case) -> Step:
             ),
             Row(
                 "combine, if nothing is split",
-                "launched",
+                None,
                 "not launched",
                 slip="FlashMLA launches it in any case, and so do we: it leaves at once where there is nothing to "
                 "merge, as the article's own step 16 has it.",
@@ -362,7 +360,7 @@ def step_3_plan(case: Case) -> Step:
             ),
             Row(
                 "what bounds decode with 128 heads",
-                "arithmetic",
+                None,
                 "memory",
                 slip="all heads share each key, so that its bytes are not the limit: tensor cores and the conversion "
                 "from FP8 are (steps 7 and 17). FP8 saves room for longer contexts.",
@@ -400,7 +398,7 @@ def step_4_quantise() -> Step:
             ),
             Row(
                 "format of a stored scale",
-                "fp32",
+                None,
                 "UE8M0",
                 slip="V3.2 caches store 4 fp32 a token. Powers of two are the writer's choice (ue8m0 in config.json "
                 "speaks of values, not of storage); SM100 converts to e8m0 in registers.",
@@ -449,13 +447,13 @@ def step_5_launch() -> Step:
             Row("gather4 copies a block", TILE_N // 4, "16"),
             Row(
                 "tcgen05.mma.ws",
-                "weight-stationary",
+                None,
                 "widthless",
                 slip=".ws is the weight-stationary form of the MMA. One thread issues it, as it does any tcgen05.mma.",
             ),
             Row(
                 "SM100, 128 heads of V3.2",
-                "2 launches",
+                None,
                 "left open",
                 slip="FlashMLA runs its 64-head kernel twice (heads 0-63, 64-127) on a V3.2 cache; its 128-head kernel "
                 "serves the other cache format.",
@@ -550,7 +548,7 @@ def step_7_dequantise(case: Case) -> Step:
             ),
             Row(
                 "what converts e4m3 to fp32",
-                "cvt on ordinary pipes",
+                None,
                 "tensor cores",
                 slip="tensor cores multiply FP8, they do not convert it. The SM's other pipes go e4m3 → half → fp32 → "
                 "bf16, then multiply.",
@@ -597,7 +595,7 @@ def step_8_scores(case: Case) -> Step:
             ),
             Row(
                 "the MMA call's bool flag",
-                "clear",
+                None,
                 "accumulate",
                 slip="true starts the accumulator from zero. S is cleared for each block; O, with false, goes on.",
             ),
@@ -657,7 +655,7 @@ def step_9_softmax(blocks: list[Block]) -> Step:
             Row("row_sum", state.row_sum.item(), "42.5", "supposed there; ours: the keys not printed score alike"),
             Row(
                 "named barriers exist since",
-                "Fermi",
+                None,
                 "Hopper",
                 slip="PTX has had barriers with a number and a thread count since sm_20. New in Hopper are transaction "
                 "barriers, mbarriers that count bytes as well.",
@@ -758,7 +756,7 @@ def step_13_sink(case: Case, blocks: list[Block]) -> Step:
             Row("o_scale = 1 / that", (1 / (row_sum + term)).item(), "0.01238"),
             Row(
                 "where our split requests meet the sink",
-                "combine",
+                None,
                 "main kernel",
                 slip="this is the path of a request that is not split. Ours are (step 3): their parts scale by "
                 "1 / row_sum and only combine adds the sink, once, or it would count twice.",
@@ -810,7 +808,7 @@ def step_15_dependent_launch() -> Step:
         (
             Row(
                 "combine begins to merge after",
-                "all CTAs",
+                None,
                 "its request's CTAs",
                 slip="it is set up once every CTA of the main kernel has triggered or left, and then waits until that "
                 "whole grid has ended before it reads: there is no start request by request.",
@@ -863,7 +861,7 @@ def step_16_combine(case: Case) -> Step:
             ),
             Row(
                 "grid",
-                "(b*s_q, 1, h_q/8)",
+                None,
                 "(b, s_q, h_q/8)",
                 slip="(2, 1, 16) either way, as s_q = 1, but the tokens now lie on x: y ends at 65535.",
             ),
@@ -1002,6 +1000,8 @@ WIDTHS = (42, 24, 24, 9, 60)  # step and value, computed, article, mark, note
 
 
 def show(value: object) -> str:
+    if value is None:
+        return ""
     if isinstance(value, tuple):
         return "(" + ", ".join(map(show, value)) + ")"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -1021,9 +1021,8 @@ def main() -> int:
     for step in steps:
         print(f"\nStep {step.number}: {step.title}")
         for row in step.rows:
-            article = "" if row.article is None else show(row.article)
             note = "; ".join(filter(None, (row.note, row.slip)))
-            print_row("  " + row.name, show(row.computed), article, row.mark, note)
+            print_row("  " + row.name, show(row.computed), show(row.article), row.mark, note)
     marks = [row.mark for step in steps for row in step.rows]
     print(
         f"\n{len(marks)} rows: {marks.count('=')} agree with the article, {marks.count('SLIP')} mark a slip of it, "
