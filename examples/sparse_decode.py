@@ -198,7 +198,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, help="layers that share the plan (default: by device)")
     parser.add_argument("--impl", help="another implementation: a module name or the path of a .py file")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.impl is not None:
+        try:
+            mla_cute.select_impl("cpu", args.impl)
+        except (TypeError, ValueError) as e:
+            parser.error(f"argument --{e}")  # it begins with "impl:"
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:

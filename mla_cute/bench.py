@@ -266,11 +266,18 @@ def first_call(args) -> None:
             print(f"first call, {name}: {float(done.stdout):.2f} s")
 
 
+def case_of(text: str) -> dict:
+    case = {k: int(v) for k, v in (item.split("=") for item in text.split(","))}
+    if {*case} != {*SUITE[0]}:
+        raise ValueError
+    return case
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m mla_cute.bench", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("sparse_decode", help="kernel times of the suite or of single cases")
-    run.add_argument("--case", action="append", default=[], help="b=128,h_q=128,s_q=2,s_kv=32768,topk=2048")
+    run.add_argument("--case", action="append", type=case_of, default=[], help="b=128,h_q=128,s_q=2,s_kv=32768,topk=2048")
     run.add_argument("--peer", action="store_true", help="time the installed flash_mla package beside it")
     run.add_argument("--impl", help="another implementation: module or path")
     run.add_argument("--set", action="append", default=[], help="field=value of Config, a Python literal")
@@ -285,7 +292,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     if args.command == "table":
-        records = [r for r in latest(json.loads(args.json.read_text())) if not r.get("variant")]
+        try:
+            records = [r for r in latest(json.loads(args.json.read_text())) if not r.get("variant")]
+        except (OSError, ValueError) as e:
+            parser.exit(1, f"table: cannot read {args.json}: {e}\n")
         print(table(records))
         if args.write:
             write_table(args.write, records)
@@ -295,10 +305,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.command != "sparse_decode":
         {"host": host, "first-call": first_call}[args.command](args)
         return
-    cases = [{k: int(v) for k, v in (item.split("=") for item in text.split(","))} for text in args.case] or SUITE
+    try:
+        mla_cute.select_impl("cuda", args.impl)
+    except (TypeError, ValueError, NotImplementedError) as e:
+        parser.exit(1, f"sparse_decode: {e}\n")
     about = provenance(args.commit)
     records = []
-    for case in cases:
+    for case in args.case or SUITE:
         records.append(measure(case, args) | about)
         print(table(records[-1:]).split("\n")[-1], flush=True)
         if args.json:

@@ -52,6 +52,35 @@ def test_table_and_readme(tmp_path, capsys):
     assert text.startswith("a\n") and text.endswith("\nz\n")
 
 
+@pytest.mark.parametrize("text", [None, "no JSON", ""])
+def test_a_file_that_cannot_be_read(tmp_path, capsys, text):
+    path = tmp_path / "r.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as e:
+        bench.main(["table", str(path)])
+    assert e.value.code == 1
+    assert capsys.readouterr().err.startswith(f"table: cannot read {path}: ")
+
+
+@pytest.mark.parametrize(
+    "case", ["b=1", "b=x,h_q=128,s_q=2,s_kv=32768,topk=2048", "", "b=1,h_q=1,s_q=1,s_kv=1,topk=1,x=2"]
+)
+def test_a_case_that_is_none(capsys, case):
+    with pytest.raises(SystemExit) as e:
+        bench.main(["sparse_decode", "--case", case])
+    assert e.value.code == 2
+    assert "argument --case: invalid case_of value" in capsys.readouterr().err
+
+
+def test_an_impl_that_is_none(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit) as e:
+        bench.main(["sparse_decode", "--impl", "nonesuch"])
+    assert e.value.code == 1
+    assert capsys.readouterr().err.startswith("sparse_decode: impl: must be an importable module")
+
+
 def test_a_wrong_result_is_not_timed():
     q, kv_cache, indices, sink = bench.make_case({"b": 3, "h_q": 4, "s_q": 2, "s_kv": 100, "topk": 40}, "cpu")
     assert ((indices >= 0).sum(-1) > 0).all() and indices.max() < kv_cache.shape[0] * 64

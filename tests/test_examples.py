@@ -139,7 +139,17 @@ class TestDemo:
         with pytest.raises(SystemExit, match="--device cuda: torch sees no CUDA GPU"):
             demo.main(["--device", "cuda"])
 
-    @pytest.mark.parametrize("args", [["--topk", "0"], ["--seq-lens", "5", "0"], ["--batch", "-1"], ["--layers", "x"]])
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ["--topk", "0"],
+            ["--seq-lens", "5", "0"],
+            ["--batch", "-1"],
+            ["--layers", "x"],
+            ["--impl", "nonesuch"],
+            ["--impl", "math"],
+        ],
+    )
     def test_bad_arguments(self, demo, capsys, args):
         with pytest.raises(SystemExit) as e:
             demo.main(["--device", "cpu", *args])
