@@ -22,9 +22,9 @@ gpu: .venv/.ready  ## the kernels' numbers; needs a Hopper GPU
 bench: .venv/.ready  ## needs a Hopper GPU
 	$(PY) -m mla_cute.bench sparse_decode
 
-# torch first and pinned: where no GPU is, a CPU build of the same version may be at hand, and the rest must not replace it.
+# torch first and pinned: what the index gives for this machine (a CPU build, say) must not be replaced by the rest.
 .venv/.ready: pyproject.toml
-	$(PYTHON) -m venv .venv && $(PY) -m pip install -q torch==2.13.0 && $(PY) -m pip install -q -e ".[test,bench]" && touch $@
+	$(PYTHON) -m venv .venv && $(PY) -m pip install -q torch==2.13.0 && $(PY) -m pip install -q -e ".[test]" && touch $@
 
 clean:
 	rm -rf .venv
