@@ -2,19 +2,22 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo test lint compile gpu bench clean
+.PHONY: demo test lint compile emulate gpu bench clean
 
 demo: .venv/.ready  ## the main job: on the GPU if there is one, else on the CPU
 	$(PY) examples/sparse_decode.py
 
 test: .venv/.ready  ## everything that needs no GPU
-	$(PY) -m pytest -q -m "not gpu"
+	$(PY) -m pytest -q -n auto -m "not gpu"
 
 lint: .venv/.ready
 	$(PY) -m ruff check .
 
 compile: .venv/.ready  ## every kernel compiles, without spills
 	$(PY) -m pytest -q -m compile
+
+emulate: .venv/.ready  ## the kernels, run on the CPU from their PTX
+	$(PY) -m pytest -q -n auto -m emulate
 
 gpu: .venv/.ready  ## the kernels' numbers; needs a Hopper GPU
 	$(PY) -m pytest -q -m gpu

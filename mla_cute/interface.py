@@ -17,10 +17,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._dynamo import guards
 
 from . import jit
-from .schedule import DecodePlan, count_parts, plan_decode
+from .schedule import DecodePlan, plan_decode
+from .target import DEFAULT_BACKEND, target
 from .validate import Problem, check_sparse_decode
 
 IMPL_NAMES = ("Config", "default_config", "compile")  # what makes a module an implementation
@@ -37,6 +37,7 @@ def sparse_decode(
     plan: DecodePlan | None = None,
     config: Any = None,
     impl: ModuleType | str | None = None,
+    backend: str | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,8 +93,10 @@ def sparse_decode(
         out=out,
         lse=lse,
     )
+    if backend is None:
+        backend = DEFAULT_BACKEND
     if isinstance(impl, str):  # in every call: a relative path is another file in another directory
-        impl = select_impl(q.device, impl)
+        impl = select_impl(q.device, impl, backend)
     ready = _ready
     if (
         ready.problem is not problem
@@ -101,8 +104,9 @@ def sparse_decode(
         or ready.config is not config
         or ready.impl is not impl
         or ready.compile is not ready.module.compile  # reloaded
+        or backend is not None  # its session may be another one
     ):
-        ready = _prepare(problem, plan, config, impl, q, indices, topk_length)
+        ready = _prepare(problem, plan, config, impl, backend, q, indices, topk_length)
     empty = ready.empty
     if ready.device_index is not None and ready.device_index != torch.cuda.current_device():
         empty = functools.partial(_empty, q.device)
@@ -113,7 +117,8 @@ def sparse_decode(
     if ready.kernel is None:  # an empty batch
         return out, lse
     if plan is None:
-        plan = plan_decode(q, indices, topk_length=topk_length, config=ready.kernel_config, impl=ready.module)
+        config = ready.kernel_config
+        plan = plan_decode(q, indices, topk_length=topk_length, config=config, impl=ready.module, backend=backend)
     ready.kernel(  # on torch's current stream of the tensors' device, whichever device is the current one
         q,
         kv_cache if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8),
@@ -152,10 +157,11 @@ class _Ready(NamedTuple):
 _ready = _Ready()  # of the last call: the layers of a model make the same call again and again
 
 
-def _prepare(problem, plan, config, impl, q, indices, topk_length) -> _Ready:
+def _prepare(problem, plan, config, impl, backend, q, indices, topk_length) -> _Ready:
     """Which kernel runs, and do plan and config belong to it: the part of the checks that needs the implementation."""
     global _ready
-    module = select_impl(q.device, impl)
+    where = target(q.device, backend)
+    module = select_impl(q.device, impl, backend)
     b, s_q, h_q, d_qk = q.shape
     if config is not None:
         check_config(module, config)
@@ -177,9 +183,9 @@ def _prepare(problem, plan, config, impl, q, indices, topk_length) -> _Ready:
     else:
         kernel_config = module.default_config(problem) if config is None else config
     kernel_config.check(problem)
-    parts = count_parts(problem, kernel_config, s_q, q.device) if plan is None else plan.num_parts
+    parts = kernel_config.num_parts(problem, s_q, where.num_sms) if plan is None else plan.num_parts
     slots = 2 * parts if parts > 1 else 0  # a plan in one part splits no request: there are no partial results
-    made = _ready = _Ready(  # returned by its own name: another thread may set _ready meanwhile
+    made = _Ready(
         problem,
         plan,
         config,
@@ -187,16 +193,17 @@ def _prepare(problem, plan, config, impl, q, indices, topk_length) -> _Ready:
         module,
         module.compile,
         kernel_config,
-        kernel=jit.load(module, problem, kernel_config, jit.arch_of(q.device)) if b else None,
+        kernel=where.load(module, problem, kernel_config, where.arch) if b else None,
         default_scale=d_qk**-0.5,
         device_index=q.device.index,
-        # What torch.compile's code allocates with: less than half the time of torch.empty, and there are three.
-        empty=guards._empty_strided_cpu if q.device.type == "cpu" else guards._empty_strided_cuda,
+        empty=where.empty,
         out_spec=_spec(torch.bfloat16, b, s_q, h_q, problem.d_v),
         lse_spec=_spec(torch.float32, b, s_q, h_q),
         scratch_spec=_spec(torch.float32, slots * s_q * h_q * (problem.d_v + 1)),
     )
-    return made
+    if backend is None:
+        _ready = made
+    return made  # not _ready: another thread may have set it meanwhile
 
 
 def _spec(dtype: torch.dtype, *shape: int) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -207,17 +214,20 @@ def _empty(device: torch.device, shape: tuple, strides: tuple, dtype: torch.dtyp
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def select_impl(device: torch.device | str, impl: ModuleType | str | None = None) -> ModuleType:
+def select_impl(
+    device: torch.device | str, impl: ModuleType | str | None = None, backend: str | None = None
+) -> ModuleType:
     """The module whose kernel `sparse_decode` runs on `device`: its `__name__` says which.
 
-    impl: None for the shipped choice (`mla_cute.reference` on the CPU, the kernel of the GPU's architecture on CUDA),
-    else what `sparse_decode` takes: a module, its importable name, or the path of its .py file.
+    impl: None for the shipped choice (`mla_cute.reference` on the CPU, the kernel of the GPU's architecture on CUDA, of
+    the emulated one on the CPU with backend="emulator"), else what `sparse_decode` takes: a module, its importable name,
+    or the path of its .py file.
 
     Raises NotImplementedError when the architecture has no kernel, ValueError when `impl` cannot be found, TypeError
     when it is no implementation.
     """
     if impl is None:
-        return _shipped_impl(torch.device(device))
+        return _shipped_impl(torch.device(device), target(torch.device(device), backend).arch)
     module = _import(impl) if isinstance(impl, str) else impl
     missing = [name for name in IMPL_NAMES if not hasattr(module, name)]
     if missing:
@@ -235,8 +245,7 @@ def check_config(module: ModuleType, config: Any) -> None:
 
 
 @functools.cache
-def _shipped_impl(device: torch.device) -> ModuleType:
-    arch = jit.arch_of(device)
+def _shipped_impl(device: torch.device, arch: str) -> ModuleType:
     try:
         return jit.arch_module("sparse_decode", arch)
     except NotImplementedError:

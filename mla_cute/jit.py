@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextvars import ContextVar
@@ -72,7 +72,8 @@ class Job(NamedTuple):
 
 
 _job: ContextVar[Job | None] = ContextVar("_job", default=None)  # what module.compile is being called for
-_dump_dir: ContextVar[str | None] = ContextVar("_dump_dir", default=None)  # set by inspect: keep PTX and cubin there
+_dump_dir: ContextVar[str | None] = ContextVar("_dump_dir", default=None)  # set by kept: PTX and cubin go there
+_line_info: ContextVar[bool] = ContextVar("_line_info", default=False)  # set by kept: PTX names lines of the Python source
 
 
 class CompileError(NotImplementedError):
@@ -155,6 +156,7 @@ def build(host_fn, *fake_args, arch: str, name: str | None = None):
     options = f"--gpu-arch {arch} --enable-tvm-ffi"
     if _dump_dir.get():
         options += f" --keep-ptx --keep-cubin --dump-dir {_dump_dir.get()} remarks{{ptx}}"
+        options += " --generate-line-info" * _line_info.get()
     try:
         return cute.compile(host_fn, *fake_args, options=options)
     except Exception as e:
@@ -199,7 +201,8 @@ def cache_dir() -> Path:
 def fingerprint(module: ModuleType) -> str:
     """What the code of a kernel depends on beside its key: sources, versions, Python, machine, the DSL's settings.
 
-    Sources are all of mla_cute and, for a module outside it, every .py file in the module's directory (its helpers).
+    Sources are all of mla_cute, less the emulator, which compiles nothing; for a module outside it also every .py file in
+    the module's directory (its helpers).
     """
     digest = hashlib.sha256()
     for path in _sources(module):
@@ -211,10 +214,11 @@ def fingerprint(module: ModuleType) -> str:
 
 
 def _sources(module: ModuleType) -> list[Path]:
-    own = Path(module.__file__).resolve()
+    own, emulator = Path(module.__file__).resolve(), PACKAGE / "emulator"
+    inside = [path for path in PACKAGE.rglob("*.py") if emulator not in path.parents]
     outside = [] if PACKAGE in own.parents else own.parent.glob("*.py")
     # is_file: an editor's lock of an unsaved file is a link to nothing.
-    return sorted(path for path in [*PACKAGE.rglob("*.py"), *outside] if path.is_file())
+    return sorted(path for path in [*inside, *outside] if path.is_file())
 
 
 def _entry(job: Job) -> tuple[str, Path | None]:
@@ -278,15 +282,31 @@ def _open(path: Path, symbol: str) -> Callable:
     return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), symbol)
 
 
+def cached_bytes(job: Job, suffix: str, make: Callable[[], bytes]) -> bytes:
+    """What `make()` returns, made at most once per source and machine: kept on disk beside the job's object file."""
+    _, entry = _entry(job)
+    entry = entry and entry.with_suffix(suffix)
+    with _one_process(entry):
+        data = _intact(entry)
+        if data is None:
+            data = make()
+            if entry:
+                _write(entry, data)
+    return data
+
+
 def _read(entry: Path | None, symbol: str) -> Callable | None:
-    """The function of a cache entry; None when there is no entry or it is damaged, which the loader would not always see."""
+    return None if _intact(entry) is None else _open(entry, symbol)
+
+
+def _intact(entry: Path | None) -> bytes | None:
+    """The bytes of a cache entry; None when there is none or it is damaged, which the loader would not always see."""
     try:
         data = entry.read_bytes() if entry else b""
     except OSError:
         return None
-    if len(data) <= DIGEST_BYTES or hashlib.sha256(data[:-DIGEST_BYTES]).digest() != data[-DIGEST_BYTES:]:
-        return None
-    return _open(entry, symbol)
+    body, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    return body if body and hashlib.sha256(body).digest() == digest else None
 
 
 def _write(entry: Path, data: bytes) -> bool:
@@ -381,24 +401,31 @@ def inspect(module: ModuleType, problem, config, arch: str) -> Inspection:
 
     Redirects the process's stderr while it compiles: for tests and tools. Raises CompileError.
     """
-    with _lock, tempfile.TemporaryDirectory(prefix="mla_cute_") as folder:
-        tokens = _job.set(Job(module, problem, config, arch)), _dump_dir.set(folder)
+    with kept(Job(module, problem, config, arch)) as folder:
         started = time.perf_counter()
-        try:
-            with _captured_stderr() as read_log:
-                module.compile(problem, config, arch)
-                seconds = time.perf_counter() - started
-                log = _plain(read_log())
-        finally:
-            _job.reset(tokens[0])
-            _dump_dir.reset(tokens[1])
-        ptx = tuple(path.read_text(errors="replace") for path in sorted(Path(folder).glob("*.ptx")))
-        cubins = tuple(path.read_bytes() for path in sorted(Path(folder).glob("*.cubin")))
+        with captured_stderr() as read_log:
+            module.compile(problem, config, arch)
+            seconds = time.perf_counter() - started
+            log = _plain(read_log())
+        ptx = tuple(path.read_text(errors="replace") for path in sorted(folder.glob("*.ptx")))
+        cubins = tuple(path.read_bytes() for path in sorted(folder.glob("*.cubin")))
     return Inspection(seconds, ptx, cubins, log)
 
 
 @contextlib.contextmanager
-def _captured_stderr():
+def kept(job: Job, line_info: bool = False) -> Iterator[Path]:
+    """A folder in which `build` leaves PTX and cubins of what is compiled for `job` meanwhile; it goes with the context."""
+    with _lock, tempfile.TemporaryDirectory(prefix="mla_cute_") as folder:
+        tokens = (_job, _job.set(job)), (_dump_dir, _dump_dir.set(folder)), (_line_info, _line_info.set(line_info))
+        try:
+            yield Path(folder)
+        finally:
+            for variable, token in tokens:
+                variable.reset(token)
+
+
+@contextlib.contextmanager
+def captured_stderr():
     """Collects what Python (sys.stderr) and the compiler's C++ (file descriptor 2) write; shows it if the body fails."""
     with tempfile.TemporaryFile("w+", errors="replace") as file:
 

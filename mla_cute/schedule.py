@@ -10,16 +10,14 @@ the device.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from . import jit, reference
+from . import reference
+from .target import Target, target
 from .validate import INT32_MAX, MAX_HEADS, MAX_S_Q, Problem, check_dense, check_int
-
-CPU_NUM_SMS = 132  # plans made on the CPU are those of an H100 or H200
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,6 +101,7 @@ def plan_decode(
     topk_length: torch.Tensor | None = None,
     config: Any = None,
     impl: ModuleType | str | None = None,
+    backend: str | None = None,
 ) -> DecodePlan:
     """Plan `sparse_decode` calls with these shapes and lengths: one small kernel, or plain Python for CPU tensors.
 
@@ -115,7 +114,8 @@ def plan_decode(
         indices: [b, s_q, topk]; only its shape and device matter.
         topk_length: int32 [b] or None: how many entries of `indices` count, clamped to [0, topk].
         config: the implementation's `Config`, as in `sparse_decode`; default: its `default_config`.
-        impl: the implementation, as in `sparse_decode`; default: `select_impl(q.device)`.
+        impl: the implementation, as in `sparse_decode`; default: `select_impl(q.device, backend=backend)`.
+        backend: as in `sparse_decode`.
 
     Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a
     CUDA graph (after a first call, which compiles): a replay plans anew, from the lengths it finds. With
@@ -128,16 +128,17 @@ def plan_decode(
     problem = Problem(h_q=h_q, d_qk=d_qk, has_topk_length=has_topk_length)
     from .interface import check_config, select_impl  # not at the top: interface imports this module
 
-    impl = select_impl(device, impl)
+    where = target(device, backend)
+    impl = select_impl(device, impl, backend)
     if config is None:
         config = impl.default_config(problem)
     check_config(impl, config)
     config.check(problem)
 
-    num_parts = count_parts(problem, config, s_q, device)
+    num_parts = config.num_parts(problem, s_q, where.num_sms)
     tile_n, overhead = config.tile_n, config.fixed_overhead_blocks
-    if device.type == "cuda" and impl is not reference:  # the reference also serves GPUs that the planner's kernel does not
-        metadata, num_splits = _plan_on_gpu(b, topk, topk_length, num_parts, tile_n, overhead, device)
+    if where.arch != "cpu" and impl is not reference:  # the reference also serves GPUs that the planner's kernel does not
+        metadata, num_splits = _plan_by_kernel(b, topk, topk_length, num_parts, tile_n, overhead, device, where)
     else:
         keys = reference.sparse_num_keys(b, topk, topk_length)
         metadata, num_splits = reference.plan(keys, num_parts, tile_n=tile_n, fixed_overhead_blocks=overhead)
@@ -145,12 +146,7 @@ def plan_decode(
     return DecodePlan(b, s_q, h_q, topk, has_topk_length, num_parts, tile_n, overhead, config, metadata, num_splits)
 
 
-def count_parts(problem: Problem, config: Any, s_q: int, device: torch.device) -> int:
-    """P of a plan made on `device`."""
-    return config.num_parts(problem, s_q, _num_sms(device.index) if device.type == "cuda" else CPU_NUM_SMS)
-
-
-def _plan_on_gpu(
+def _plan_by_kernel(
     b: int,
     topk: int,
     topk_length: torch.Tensor | None,
@@ -158,6 +154,7 @@ def _plan_on_gpu(
     tile_n: int,
     overhead: int,
     device: torch.device,
+    where: Target,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """metadata [P, 8] and num_splits [b + 1] by one launch of `schedule_kernel`."""
     from . import schedule_kernel  # loads the DSL
@@ -167,7 +164,7 @@ def _plan_on_gpu(
         raise ValueError(f"indices: b * (blocks of topk + {overhead}) must be below about 2**30, got {cost}")
     use_workspace = schedule_kernel.needs_workspace(b, num_parts)
     problem = schedule_kernel.PlanProblem(topk_length is not None, use_workspace)
-    kernel = jit.load(schedule_kernel, problem, None, jit.arch_of(device))
+    kernel = where.load(schedule_kernel, problem, None, where.arch)
     metadata = torch.empty(num_parts, 8, dtype=torch.int32, device=device)
     num_splits = torch.empty(b + 1, dtype=torch.int32, device=device)
     workspace = None
@@ -175,11 +172,6 @@ def _plan_on_gpu(
         workspace = torch.empty(schedule_kernel.workspace_size(b, num_parts), dtype=torch.int32, device=device)
     kernel(topk_length, topk, tile_n, overhead, workspace, metadata, num_splits)  # on the tensors' device
     return metadata, num_splits
-
-
-@functools.cache
-def _num_sms(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def _check(q, indices, topk_length) -> tuple[int, int, int, int, int]:

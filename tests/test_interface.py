@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mla_cute
-from mla_cute import interface, jit, reference, validate
+from mla_cute import interface, reference, validate
 from mla_cute.testing import Case, assert_bitwise, make_inputs
 
 CASE = Case(b=3, h_q=5, s_q=2, s_kv=200, topk=133, page_block_size=16, topk_length=True, sink=True, holes=True)
@@ -335,7 +335,9 @@ class TestImpl:
     def test_cuda_takes_the_kernel_of_its_arch(self, monkeypatch):
         shipped = types.ModuleType("mla_cute.sm90.sparse_decode")
         monkeypatch.setitem(sys.modules, "mla_cute.sm90.sparse_decode", shipped)
-        monkeypatch.setattr(jit, "arch_of", lambda device: {0: "sm_90a", 1: "sm_80a"}[device.index])
+        here = interface.target(torch.device("cpu"))
+        arches = {0: "sm_90a", 1: "sm_80a"}
+        monkeypatch.setattr(interface, "target", lambda device, backend: here._replace(arch=arches[device.index]))
         interface._shipped_impl.cache_clear()
         try:
             assert mla_cute.select_impl("cuda:0") is shipped

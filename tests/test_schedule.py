@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mla_cute import DecodePlan, jit, plan_decode, reference, schedule
+from mla_cute.target import target
 from mla_cute.testing import assert_bitwise
 from mla_cute.validate import Problem
 
@@ -234,11 +235,11 @@ def test_closed_form_is_the_walk():
         assert (num_splits == expected[1].numpy()).all(), case
 
 
-def test_cost_limit(monkeypatch):
+def test_cost_limit():
     """The planner's 32-bit arithmetic refuses what it cannot count, before anything is launched."""
-    monkeypatch.setattr(jit, "load", lambda *_: pytest.fail("compiled"))
+    where = target(torch.device("cpu"))._replace(load=lambda *_: pytest.fail("compiled"))
     with pytest.raises(ValueError, match=r"indices: b \* \(blocks of topk \+ 5\) must be below about 2\*\*30, got"):
-        schedule._plan_on_gpu(2**25, 64 * 32, None, 132, 64, 5, torch.device("cuda", 0))
+        schedule._plan_by_kernel(2**25, 64 * 32, None, 132, 64, 5, torch.device("cuda", 0), where)
 
 
 # ---- the kernel

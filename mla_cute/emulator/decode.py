@@ -14,14 +14,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from . import machine, ptx
+from . import hazards, machine, ptx
 from .machine import LANES, RANK_SHIFT, RESERVED, UNDEFINED, Fault, Wait, Warp
 from .ptx import Const, Instruction, Kernel, Memory, Module, Not, Reg, Special, Symbol, Vector
 from .taint import Tainted, plain
 
 Closure = Callable[[Warp], "Wait | None"]
 UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-FILES = ("ops_scalar", "ops_memory", "ops_sync", "ops_tma", "ops_wgmma", "ops_tcgen05")
+FILES = ("ops_scalar", "ops_memory", "ops_sync", "ops_tma", "ops_mma", "ops_wgmma", "ops_tcgen05")
+TARGETS = {"wgmma": "sm_90a", "tcgen05": "sm_10"}  # instructions that one architecture alone has
 
 _handlers: dict[str, Callable[[Instruction, Decoder], Closure]] = {}
 
@@ -99,6 +100,10 @@ class Decoder:
             self._known[key] = len(self.kernel.registers) + len(self.pool)
             self.pool.append((key[0], value() if value else key[1:]))
         return self._known[key]
+
+    def carry(self) -> int:
+        """The index of the carry flag, a bool [32]."""
+        return self._pooled(("const", "carry"), lambda: np.zeros(LANES, bool))
 
     def regs(self, operand, kind: str = "b32") -> list[int]:
         items = operand.items if isinstance(operand, Vector) else (operand,)
@@ -181,7 +186,8 @@ class Program:
             importlib.import_module(f".{file}", __package__)
         self.module, self.kernel = module, module.kernels[name]
         self.decoder = d = Decoder(module, self.kernel)
-        self.code = [decode(ins, d) for ins in self.kernel.instructions]
+        plan = hazards.plan(self.kernel)
+        self.code = [decode(ins, d, pc, plan) for pc, ins in enumerate(self.kernel.instructions)]
         self.code.append(_end)
         self.dynamic_offset = d.dynamic_offset
         dims = self.kernel.directives.get("reqnctapercluster") or ()
@@ -199,14 +205,23 @@ def _end(w: Warp) -> None:
     w.exit()
 
 
-def decode(ins: Instruction, d: Decoder) -> Closure:
+def decode(ins: Instruction, d: Decoder, pc: int, plan: hazards.Plan) -> Closure:
     make = find(ins)
+    family, target = ins.parts[0], d.module.target
+    if not target.startswith(TARGETS.get(family, "")):
+        raise UnsupportedInstruction(f"PTX line {ins.line}: {ins.opcode} does not exist on {target}, the PTX's target")
     try:
         body = make(ins, d)
     except UnsupportedInstruction:
         raise
     except (ValueError, KeyError, IndexError, AttributeError, NotImplementedError) as e:
         raise UnsupportedInstruction(f"PTX line {ins.line}: {ins.text}: {type(e).__name__}: {e}") from e
+    if pc in plan.loads:
+        from .ops_memory import load_accesses
+
+        body = hazards.watched(body, pc, plan, load_accesses(ins, d))
+    else:
+        body = hazards.watched(body, pc, plan, None)
     return body if ins.guard is None else guarded(body, ins.guard.index, ins.guard_not)
 
 
@@ -241,19 +256,22 @@ def guarded(body: Closure, p: int, negated: bool) -> Closure:
         wait = body(w)
         if w.mask is lanes:
             w.mask, w.full = mask, full
-        if wait is not None and wait.then is not None:  # what it does later is for these lanes too
-            then = wait.then
-            wait.then = lambda w: _with_lanes(w, lanes, then)
+        if wait is not None:  # what it does later is for these lanes too
+            then, give_up = wait.then, wait.give_up
+            wait.then = then and (lambda w: with_lanes(w, lanes, then))
+            wait.give_up = give_up and (lambda w: with_lanes(w, lanes, give_up))
         return wait
 
     return run
 
 
-def _with_lanes(w: Warp, lanes: np.ndarray, do) -> None:
+def with_lanes(w: Warp, lanes: np.ndarray, do):
+    """do(warp) for some of the active lanes."""
     mask, full = w.mask, w.full
     w.mask, w.full = lanes, False
-    do(w)
+    result = do(w)
     w.mask, w.full = mask, full
+    return result
 
 
 def special(kind: str, value, w: Warp, program: Program) -> np.ndarray:
@@ -277,6 +295,8 @@ def special(kind: str, value, w: Warp, program: Program) -> np.ndarray:
     axis = name[-1]
     base = name[: name.rfind(".")] if "." in name else name
     number = "xyz".find(axis)
+    if number < 0 and "." in name:
+        raise Fault("unsupported", f"special register {name} is not known")
     size = w.machine.cluster_dims
     if base == "%tid":
         value = (thread % bx, thread // bx % by, thread // (bx * by))[number]

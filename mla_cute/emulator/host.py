@@ -70,20 +70,14 @@ def compile_for_emulation(module: ModuleType, problem, config, arch: str) -> Com
     """
     job = jit.Job(module, problem, config, arch)
     symbol = re.sub(r"\W", "_", f"mla_{job.name}")
-    with jit._lock, tempfile.TemporaryDirectory(prefix="mla_cute_") as folder:
-        # The folder ends up in the option string that jit.build makes, and so can bring another option with it.
-        tokens = jit._job.set(job), jit._dump_dir.set(f"{folder} --generate-line-info")
-        try:
-            with jit._captured_stderr():
-                compiled = module.compile(problem, config, arch)
-        finally:
-            jit._job.reset(tokens[0])
-            jit._dump_dir.reset(tokens[1])
+    with jit.kept(job, line_info=True) as folder:
+        with jit.captured_stderr():
+            compiled = module.compile(problem, config, arch)
         if not hasattr(compiled, "export_to_c"):
             raise TypeError(f"{job.name}: {module.__name__}.compile must return a DSL function, got {compiled!r}")
-        path = Path(folder, "kernel.o")  # the suffix selects the format
+        path = folder / "kernel.o"  # the suffix selects the format
         compiled.export_to_c(str(path), function_name=symbol)
-        texts = [file.read_text(errors="replace") for file in sorted(Path(folder).glob("*.ptx"))]
+        texts = [file.read_text(errors="replace") for file in sorted(folder.glob("*.ptx"))]
         return Compiled(path.read_bytes(), symbol, tuple(map(_true_lines, texts)))
 
 

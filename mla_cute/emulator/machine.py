@@ -95,7 +95,7 @@ class Options:
     seed: int = 0
     policy: str = "random"  # eager, lazy, random
     resident: int = 2  # clusters that run at the same time
-    max_idle: int = 200_000  # instructions without any progress that mean a livelock
+    max_idle: int = 4_000_000  # instructions without progress that mean a livelock; a kernel may long keep all in registers
 
     @classmethod
     def schedule(cls, n: int) -> Options:
@@ -117,6 +117,13 @@ class Missing:
 
     def __getattr__(self, name):
         raise Fault(self.kind, self.message)
+
+    def _fault(self, *args):
+        raise Fault(self.kind, self.message)
+
+    # Python looks operators up in the class, not by __getattr__.
+    __getitem__ = __invert__ = __neg__ = __add__ = __sub__ = __mul__ = __and__ = __or__ = __xor__ = _fault
+    __lshift__ = __rshift__ = __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = _fault
 
 
 UNDEFINED = Missing("uninitialised", "reads a register that nothing was written to")
@@ -221,6 +228,8 @@ class Mbarrier:
         self.done = np.zeros((2, clock_size), np.int32)  # of the phases that are complete
         self.init_agent = self.init_epoch = 0
         self.fenced = False  # initialisation made visible to the asynchronous proxy
+        self.in_flight = 0  # bytes of the copies under way that complete_tx here
+        self.tensor_clock = np.zeros(clock_size, np.int32)  # of tcgen05.fence in front of relaxed arrivals
         self.on_complete: list[Callable[[], None]] = []
 
     def arrive(self, clock: np.ndarray | None, count: int = 1) -> None:
@@ -234,6 +243,9 @@ class Mbarrier:
 
     def check(self) -> None:
         if self.pending == 0 and self.tx == 0:
+            if self.in_flight:
+                text = f"phase {self.phase} of the {self} is complete while {self.in_flight} bytes of its copies are under way"
+                raise Fault("barrier", f"{text}; expect_tx is too small")
             self.phase += 1
             self.pending = self.expected
             np.maximum(self.done, self.clock, out=self.done)
@@ -247,7 +259,8 @@ class Mbarrier:
         return f"mbarrier at shared {self.offset:#x}"
 
     def state(self) -> str:
-        return f"phase {self.phase}, {self.pending} of {self.expected} arrivals missing, {self.tx} bytes missing"
+        size = f"{self.tx} bytes missing" if self.tx >= 0 else f"{-self.tx} bytes more than expect_tx said"
+        return f"phase {self.phase}, {self.pending} of {self.expected} arrivals missing, {size}"
 
 
 class NamedBarrier:
@@ -272,12 +285,15 @@ class NamedBarrier:
         mine = self.round
         if self.arrived > expected:
             raise Fault("barrier", f"barrier {number} got {self.arrived} threads, {expected} were expected")
-        if self.arrived == expected:
+        self.check()
+        return mine
+
+    def check(self) -> None:
+        if self.arrived == self.expected:
             self.arrived = 0
             self.round += 1
             self.done = self.clock.copy()
             self.result, self.flags = tuple(self.flags), [0, True, False]
-        return mine
 
 
 # ----- threads --------------------------------------------------------------------------------------------------------
@@ -291,6 +307,8 @@ class Warp:
         self.machine = cta.cluster.grid
         self.agent = 1 + cta.rank * cta.cluster.warps_per_cta + index
         self.bit = np.uint64(1 << (self.agent % 64))
+        # What the tensor core does for this warp: an agent with its own clock, behind those of warps and mbarriers.
+        self.tensor_agent = self.agent + len(cta.cluster.ctas) * (cta.cluster.warps_per_cta + MBARRIERS)
         self.clock = np.zeros((2, cta.cluster.clock_size), np.int32)  # generic and asynchronous proxy
         self.clock[0, self.agent] = 1
         threads = cta.threads
@@ -308,8 +326,16 @@ class Warp:
         self.bulk_groups: dict[int, list[list]] = {}  # lane -> groups of bulk operations, the last one open
         self.cp_async: list[list] = [[]]
         self.wgmma = None  # state of the warp's wgmma pipeline, see ops_wgmma
+        self.cluster_round: int | None = None  # of barrier.cluster, between arrive and wait
+        self.fenced = self.clock.copy()  # what a relaxed arrival releases: the clock at the last fence
+        self.relaxed: np.ndarray | None = None  # what relaxed waits have seen; a fence acquires it
+        self.loads: dict[int, tuple[Cta, np.ndarray]] = {}  # pc -> granules of loads that may not be done, see hazards
+        self.met: set[int] = set()  # ranks of the CTAs that are known to have started
+        self.tcgen05 = None  # the warp's tensor memory accesses, see ops_tcgen05
+        self.waited_relaxed = np.zeros(cta.cluster.clock_size, np.int32)  # clock of relaxed waits, for tcgen05.fence
         self.local: dict[str, np.ndarray] = {}
-        self.regs = cta.cluster.grid.program.registers_of(self)
+        self.hits = self.machine.hits.setdefault(index, [0] * len(self.machine.program.code))
+        self.regs = self.machine.program.registers_of(self)
 
     # --- lanes
 
@@ -367,7 +393,16 @@ class Warp:
             self.regroup()
         else:
             self.done = True
+            self.check_left()
             self.cta.warp_done(self)
+
+    def check_left(self) -> None:
+        """Nothing that reads shared memory may be under way when a warp ends."""
+        if any(not s.known for groups in self.bulk_groups.values() for group in groups for s in group):
+            text = "ends while bulk stores may still read shared memory; cp.async.bulk.wait_group is missing"
+            self.machine.add(Finding("in_flight", text, self.place()))
+        if self.wgmma is not None and self.wgmma.all():
+            self.machine.add(Finding("in_flight", "ends while wgmmas are in flight; wgmma.wait_group is missing", self.place()))
 
     def need_defined(self, value: np.ndarray, use: str) -> None:
         """Fault when an active lane's value comes from memory that nothing was written to."""
@@ -391,6 +426,12 @@ class Warp:
         np.maximum(self.clock[1], self.clock[0], out=self.clock[1])
         self.clock[0, self.agent] += 1
 
+    def fence(self) -> None:
+        """A fence of the generic proxy: relaxed arrivals behind it release, relaxed waits before it acquire."""
+        if self.relaxed is not None:
+            self.acquire(self.relaxed)
+        self.fenced = self.release()
+
     # --- shared memory
 
     def shared(self, address: int) -> Cta:
@@ -399,7 +440,23 @@ class Warp:
         ctas = self.cta.cluster.ctas
         if not 0 <= rank < len(ctas):
             raise Fault("out_of_bounds", f"shared address {address:#x} is of CTA {rank} of a cluster of {len(ctas)}")
+        if rank != self.cta.rank and rank not in self.met:
+            self.meet_cta(ctas[rank])
         return ctas[rank]
+
+    def meet_cta(self, cta: Cta) -> None:
+        """Before the first access to shared memory of another CTA of the cluster: it must have started."""
+        first = 1 + cta.rank * cta.cluster.warps_per_cta
+        if not self.clock[0, first : first + cta.cluster.warps_per_cta].any():
+            text = f"accesses shared memory of CTA {cta.rank} without knowing that it has started; barrier.cluster is missing"
+            self.machine.add(Finding("race", text, self.place()))
+        self.met.add(cta.rank)
+
+    def visit(self, cta: Cta, agent: int, epoch: int) -> None:
+        """Note that `cta` must not end before it knows `epoch` of `agent`."""
+        if cta.done:
+            raise Fault("race", f"accesses shared memory of CTA {cta.rank}, which has ended")
+        cta.visitors[agent] = max(int(epoch), cta.visitors.get(agent, (0,))[0]), self.agent, self.pc - 1
 
     def shared_index(self, addresses: np.ndarray, size: int) -> tuple[Cta, np.ndarray]:
         """(CTA, offsets) of accesses of `size` bytes; all in one CTA, in bounds and aligned. Inactive lanes are ignored."""
@@ -411,7 +468,7 @@ class Warp:
         low, high = int(addresses.min()), int(addresses.max())
         cta = self.cta if low >> RANK_SHIFT == self.cta.rank else self.shared(low)
         if low >> RANK_SHIFT != high >> RANK_SHIFT:
-            raise Fault("unsupported", "one instruction accesses shared memory of two CTAs")
+            raise SeveralCtas("unsupported", "one instruction accesses shared memory of two CTAs")
         offsets = addresses & OFFSET_MASK
         self.check_range(cta, low & OFFSET_MASK, (high & OFFSET_MASK) + size)
         if (offsets & (size - 1)).any():
@@ -425,18 +482,14 @@ class Warp:
                 "out_of_bounds",
                 f"shared access to {low:#x}..{high:#x}; the CTA has {RESERVED:#x}..{cta.shared.size:#x}",
             )
-        for barrier in cta.mbarriers.values():
-            if low < barrier.offset + 8 and barrier.offset < high:
-                hit = f"shared access to {low:#x}..{high:#x} touches the {barrier}"
-                if high - low <= 16:
-                    raise Fault("barrier", hit)
 
-    def note_read(self, cta: Cta, granules: np.ndarray, epoch=None) -> np.ndarray | None:
+    def note_read(self, cta: Cta, granules: np.ndarray, epoch=None, agent: int | None = None) -> np.ndarray | None:
         """Check and record a read; returns which of the granules nobody wrote, None if there are none of these.
 
         epoch: that of a read by the tensor core or TMA, UNFINISHED until it is done; these also need the proxy fence, and
-        what they read must have been written.
+        what they read must have been written. agent: whose read it is, by default the warp's.
         """
+        agent, bit = (self.agent, self.bit) if agent is None else (agent, np.uint64(1 << (agent % 64)))
         s, asynchronous = cta.shared, epoch is not None
         agents = s.write_agent[granules]
         behind = self.clock[1 if asynchronous else 0, agents] < s.write_epoch[granules]
@@ -448,17 +501,20 @@ class Warp:
                 raise Fault("uninitialised", f"reads shared {g * GRANULE:#x}, which nothing was written to")
             behind &= ~unwritten
             if behind.any():
-                self.report_read(s, granules[behind], asynchronous)
+                self.report_read(cta, granules[behind], asynchronous)
             if not unwritten.any():
                 unwritten = None
-        epochs, pcs = s.reader(self.agent)
-        epochs[granules] = self.clock[0, self.agent] if epoch is None else epoch
+        epochs, pcs = s.reader(agent)
+        epochs[granules] = self.clock[0, agent] if epoch is None else epoch
         pcs[granules] = self.pc - 1
-        s.read_mask[granules] |= self.bit
+        s.read_mask[granules] |= bit
+        if cta is not self.cta:
+            self.visit(cta, agent, self.clock[0, agent] if epoch is None else epoch)
         return unwritten
 
-    def report_read(self, s: Shared, granules: np.ndarray, asynchronous: bool) -> None:
-        g = granules.flat[0]
+    def report_read(self, cta: Cta, granules: np.ndarray, asynchronous: bool) -> None:
+        s, g = cta.shared, granules.flat[0]
+        cta.need_no_mbarrier(granules, "reads")
         agent, pc = int(s.write_agent[g]), int(s.write_pc[g])
         at = f"shared {g * GRANULE:#x}"
         if asynchronous and self.clock[0, agent] >= s.write_epoch[g]:
@@ -466,15 +522,22 @@ class Warp:
         else:
             self.report("race", f"reads {at} without knowing that the write is done", agent, pc)
 
-    def note_write(self, cta: Cta, granules: np.ndarray, agent: int | None = None, epoch: int | None = None) -> None:
-        """Check and record a write by this warp; by `agent`, done in `epoch`, when it is asynchronous."""
+    def note_write(
+        self, cta: Cta, granules: np.ndarray, agent: int | None = None, epoch: int | None = None, generic: bool = False
+    ) -> None:
+        """Check and record a write by this warp; by `agent`, done in `epoch`, when it is asynchronous.
+
+        generic: it is of the generic proxy although it is asynchronous.
+        """
         s = cta.shared
+        asynchronous = agent is not None and not generic
         agents, epochs = s.write_agent[granules], s.write_epoch[granules]
-        behind = (self.clock[0 if agent is None else 1, agents] < epochs) & (agents != NOBODY)
+        behind = (self.clock[1 if asynchronous else 0, agents] < epochs) & (agents != NOBODY)
         if behind.any():
+            cta.need_no_mbarrier(granules[behind], "overwrites")
             g = granules[behind].flat[0]
             other, at = int(s.write_agent[g]), f"shared {g * GRANULE:#x}"
-            if agent is not None and self.clock[0, other] >= s.write_epoch[g]:
+            if asynchronous and self.clock[0, other] >= s.write_epoch[g]:
                 text = f"the asynchronous proxy overwrites {at}, written by the generic proxy without a fence"
                 self.report("proxy", text, other, int(s.write_pc[g]))
             else:
@@ -493,10 +556,15 @@ class Warp:
         s.write_agent[granules] = self.agent if agent is None else agent
         s.write_epoch[granules] = self.clock[0, self.agent] if epoch is None else epoch
         s.write_pc[granules] = self.pc - 1
+        if agent is not None:
+            if cta.owns(agent):
+                self.visit(cta, agent, epoch)
+        elif cta is not self.cta:
+            self.visit(cta, self.agent, self.clock[0, self.agent])
 
     def report(self, kind: str, message: str, other_agent: int, other_pc: int) -> None:
         """A finding that does not stop the launch."""
-        other = self.machine.place(self.cta, self.cta.cluster.agent_warp(other_agent), other_pc)
+        other = self.machine.place(*self.cta.cluster.agent_home(other_agent), other_pc)
         self.machine.add(Finding(kind, message, self.place(), other))
 
     def place(self) -> Place:
@@ -510,6 +578,10 @@ class Warp:
         if self.clock[0, barrier.init_agent] < barrier.init_epoch:
             raise Fault("barrier", f"{barrier} is used without knowing that its initialisation is done")
         return barrier
+
+
+class SeveralCtas(Fault):
+    """The lanes' addresses are of several CTAs."""
 
 
 UNREACHED = 1 << 40
@@ -526,6 +598,8 @@ class Cta:
         self.named = [NamedBarrier(cluster.clock_size) for _ in range(16)]
         self.mbarriers: dict[int, Mbarrier] = {}
         self.slots: dict[int, int] = {}  # offset -> slot of its agent
+        self.visitors: dict[int, tuple[int, int, int]] = {}  # agent -> epoch to know before the end, who said so, its pc
+        self.done = False
         self.tmem = None  # see ops_tcgen05
         self.warps: list[Warp] = []
         self.warps = [Warp(self, i) for i in range(-(-self.threads // LANES))]
@@ -542,11 +616,40 @@ class Cta:
             new.phase = old.phase + (old.phase & 1)  # an even number of phases, as parity starts anew
             new.done[:, agent] = new.phase
         new.init_agent, new.init_epoch = warp.agent, int(warp.clock[0, warp.agent])
+        granules = np.arange(offset // GRANULE, (offset + 8) // GRANULE)
+        warp.note_write(self, granules)
         self.mbarriers[offset] = new
+        self.shared.write_agent[granules], self.shared.write_epoch[granules] = agent, UNFINISHED  # for nobody to access
+
+    def drop_mbarrier(self, barrier: Mbarrier) -> None:
+        del self.mbarriers[barrier.offset]
+        granules = np.arange(barrier.offset // GRANULE, (barrier.offset + 8) // GRANULE)
+        self.shared.write_agent[granules], self.shared.write_epoch[granules] = NOBODY, 1
+
+    def need_no_mbarrier(self, granules: np.ndarray, does: str) -> None:
+        for g in granules.flat:
+            barrier = self.mbarriers.get(int(g) * GRANULE & ~7)
+            if barrier:
+                raise Fault("barrier", f"{does} shared {int(g) * GRANULE:#x}, which is part of the {barrier}")
+
+    def owns(self, agent: int) -> bool:
+        """Is it the agent of one of this CTA's mbarriers?"""
+        n = agent - 1 - len(self.cluster.ctas) * self.cluster.warps_per_cta
+        return n >= 0 and n // MBARRIERS == self.rank
 
     def warp_done(self, warp: Warp) -> None:
-        if all(w.done for w in self.warps):
-            self.cluster.cta_done(self)
+        self.cluster.leave(warp)
+        if not all(w.done for w in self.warps):
+            return
+        if self.tmem is not None:
+            self.tmem.at_exit(warp)
+        self.done = True
+        known = np.maximum.reduce([w.clock[0] for w in self.warps])
+        for agent, (epoch, by, pc) in self.visitors.items():
+            if known[agent] < epoch:
+                what = "an arrival or a copy" if self.owns(agent) else "an access"
+                text = f"the last warp of the CTA ends without knowing that {what} from elsewhere to its shared memory is done"
+                warp.report("race", text, by, pc)
 
 
 class Cluster:
@@ -556,9 +659,11 @@ class Cluster:
         self.grid = grid
         block = grid.launch.block
         self.warps_per_cta = -(-block[0] * block[1] * block[2] // LANES)
-        self.clock_size = 1 + len(ctas) * (self.warps_per_cta + MBARRIERS)
+        self.clock_size = 1 + len(ctas) * (2 * self.warps_per_cta + MBARRIERS)
         self.asyncs: list[Async] = []
         self.progress = 0
+        self.left = 0  # warps that have ended
+        self.atomics: dict[tuple[int, int], np.ndarray] = {}  # see ops_memory
         self.barrier = NamedBarrier(self.clock_size)  # barrier.cluster
         self.ctas: list[Cta] = [None] * len(ctas)  # clock sizes need their number
         for rank, index in enumerate(ctas):
@@ -568,13 +673,25 @@ class Cluster:
         for w in self.warps:
             w.weight = 1.0 if style == "even" else 10 ** grid.rng.uniform(-2, 0)
 
-    def agent_warp(self, agent: int) -> int:
-        """The warp of an agent, in its CTA; -1: the agent is an mbarrier."""
-        n = agent - 1
-        return n % self.warps_per_cta if n < len(self.ctas) * self.warps_per_cta else -1
+    def agent_home(self, agent: int) -> tuple[Cta, int]:
+        """(CTA, warp) of an agent; warp -1: the agent is an mbarrier."""
+        n, warps = agent - 1, len(self.ctas) * self.warps_per_cta
+        if warps <= n < warps + len(self.ctas) * MBARRIERS:
+            return self.ctas[(n - warps) // MBARRIERS], -1
+        n -= (warps + len(self.ctas) * MBARRIERS) * (n >= warps)  # the tensor core's agent of a warp
+        return self.ctas[n // self.warps_per_cta], n % self.warps_per_cta
 
-    def cta_done(self, cta: Cta) -> None:
-        pass
+    def leave(self, warp: Warp) -> None:
+        """barrier.cluster waits for those that have not ended."""
+        barrier = self.barrier
+        self.left += 1
+        if barrier.arrived:
+            if warp.cluster_round == barrier.round:
+                barrier.arrived -= 1
+            barrier.expected = len(self.warps) - self.left
+            if barrier.arrived:
+                barrier.check()
+        self.progress += 1
 
     @property
     def done(self) -> bool:
@@ -584,10 +701,12 @@ class Cluster:
 
     def start(self, run: Callable[[], None], name: str, after: Async | None = None) -> Async:
         """Do `run` some time from now on: at once, late or between, and never before `after` is done."""
-        op = Async(run, name, after)
+        warp = self.grid.current
+        op = Async(run, name, after, warp, warp.pc - 1 if warp else 0)
+        if self.grid.trace is not None:
+            self.grid.trace.issued(self, op)
         if self.grid.options.policy == "eager" and (after is None or after.done):
-            op.finish()
-            self.progress += 1
+            self.finish(op)
         else:
             self.asyncs.append(op)
         return op
@@ -599,16 +718,25 @@ class Cluster:
             return False
         op = self.grid.rng.choice(can)
         self.asyncs.remove(op)
+        try:
+            self.finish(op)
+        except Fault as e:
+            self.grid.fail(op.warp, e, op.pc)
+        return True
+
+    def finish(self, op: Async) -> None:
         op.finish()
         self.progress += 1
-        return True
+        if self.grid.trace is not None:
+            self.grid.trace.finished(self, op)
 
 
 class Async:
     """An operation in flight."""
 
-    def __init__(self, run: Callable[[], None], name: str, after: Async | None):
+    def __init__(self, run: Callable[[], None], name: str, after: Async | None, warp: Warp | None, pc: int):
         self.run, self.name, self.after, self.done = run, name, after, False
+        self.warp, self.pc = warp, pc  # that started it
 
     def finish(self) -> None:
         self.run()
@@ -628,6 +756,7 @@ class Grid:
         self.rng = random.Random(f"{options.seed} {launch.kernel}")
         self.dependency_met = True  # griddepcontrol.wait: the launch before has ended
         self.active: list[Cluster] = []
+        self.current: Warp | None = None  # the warp that runs
         self.time = 0  # instructions run so far
         size = launch.cluster if launch.cluster != (1, 1, 1) else program.cluster
         self.cluster_dims = size
@@ -645,8 +774,12 @@ class Grid:
             ]
             for x, y, z in order
         ]
-        self.counts: dict[int, int] = {}  # warp of a CTA -> instructions
+        self.hits: dict[int, list[int]] = {}  # warp of a CTA -> how often it ran each instruction, in all CTAs together
         self._seen: set[tuple] = set()
+        for name, data in program.decoder.constants.items():
+            memory.add(data.ctypes.data, len(data), name, data)
+        if trace is not None:
+            trace.launched(self)
 
     def place(self, cta: Cta, warp: int, pc: int) -> Place:
         ins = self.program.kernel.instructions[min(pc, len(self.program.kernel.instructions) - 1)]
@@ -694,7 +827,9 @@ class Grid:
             now = sum(c.progress for c in self.active)
             if now != progress:
                 idle, progress, gave_up = 0, now, False
-            if ready and not (idle > 2000 and lazy):
+            if ready and lazy and idle > 2000 and self.finish_async():  # nothing else makes progress
+                continue
+            if ready:
                 w = rng.choices(ready, [w.weight for w in ready])[0] if len(ready) > 1 else ready[0]
                 n = self.run_warp(w, rng.choice((1, 4, 16, 64, 256)))
                 idle += n
@@ -741,12 +876,14 @@ class Grid:
 
     def run_warp(self, w: Warp, quantum: int) -> int:
         """Up to `quantum` instructions of a warp; returns how many."""
-        code, n = self.program.code, 0
+        code, hits, n = self.program.code, w.hits, 0
+        self.current = w
         try:
             while n < quantum:
                 n += 1
                 pc = w.pc
                 w.pc = pc + 1
+                hits[pc] += 1
                 wait = code[pc](w)
                 if wait is not None:
                     if not wait.ready():
@@ -767,13 +904,16 @@ class Grid:
         return n
 
     def guarded(self, w: Warp, do: Callable[[], None]) -> None:
+        self.current = w
         try:
             do()
         except Fault as e:
             self.fail(w, e)
 
-    def fail(self, w: Warp, fault: Fault) -> None:
-        self.findings.append(Finding(fault.kind, str(fault), w.place()))
+    def fail(self, w: Warp, fault: Fault, pc: int | None = None) -> None:
+        """Stop at what warp `w` does; pc: of the instruction, when it is not the one that runs."""
+        place = w.place() if pc is None else self.place(w.cta, w.index, pc)
+        self.findings.append(Finding(fault.kind, str(fault), place))
         raise EmulationError(self.findings) from fault
 
     def stuck(self, warps: list[Warp], kind: str, message: str) -> None:

@@ -163,7 +163,7 @@ def _encode(
         width = U8.type(random_bits)
         common = np.minimum(shift, width)  # one of the two shifts is by 0
         added = random << (shift - common) >> (width - common)
-        up = (rest + added) >> shift
+        up = ((rest + added) >> shift).view(I8)
     else:
         up = (rest != 0) & (~negative if rounding == "rp" else negative if rounding == "rm" else False)
     code = ((floor + (fmt.bias - 1)) << fmt.mbits) + kept.view(I8) + up
@@ -273,13 +273,18 @@ def _round(
         r = r.view(_UNSIGNED[WIDTHS[name]])
         return np.where(nan, _CONSTANTS[name][3], r) if np.count_nonzero(nan) else r
     if rounding == "rn" and not satfinite and name == "bf16":
-        # by way of float32, which is wrong only where that is inexact and a midpoint of bf16 (low 15 bits 0)
+        # By way of float32, which is wrong only where that is a midpoint of bf16 (low 15 bits 0) without being exact:
+        # there it moves to its odd neighbour, on the side of x.
         single = x.astype(F4)
-        midpoint = (single.view(U4) & U4.type(0x7FFF)) == 0
-        if not (np.count_nonzero(midpoint) and np.count_nonzero(midpoint & (np.abs(x - single) > 0))):
-            nan = x != x
-            r = single.astype(BF16).view(U2)
-            return np.where(nan, _NAN16, r) if np.count_nonzero(nan) else r
+        bits = single.view(U4)
+        midpoint = (bits & U4.type(0x7FFF)) == 0
+        if np.count_nonzero(midpoint):
+            beyond = np.abs(x) - np.abs(single)  # NaN for infinities, which stay
+            bits = bits + np.where(midpoint, np.sign(np.where(beyond == beyond, beyond, 0)), 0).astype(I4).view(U4)
+            single = bits.view(F4)
+        nan = x != x
+        r = single.astype(BF16).view(U2)
+        return np.where(nan, _NAN16, r) if np.count_nonzero(nan) else r
     return _encode(x, FORMATS[name], rounding, satfinite, random, random_bits)
 
 
@@ -404,24 +409,18 @@ def _round64(m: int, e: int, sticky: bool, negative: bool, rounding: str) -> int
 def _exact64(op: str, rounding: str) -> Callable[..., np.ndarray]:
     """Double precision where numpy has no instruction: fma, and roundings other than to nearest. Python integers, by lane."""
 
-    def lane(*operands: int) -> int:
-        if op == "sub":
-            operands = operands[0], operands[1] ^ 1 << 63
-        for bits in operands:
+    def lane(*x: int) -> int:
+        for bits in x:
             if bits & (1 << 63) - 1 > 0x7FF << 52:
                 return bits | 1 << 51  # double precision keeps the payload
-        if op == "rcp":
-            operands = 0x3FF << 52, operands[0]
-        if op == "fma":
-            a, b, c = operands
-        elif op in ("add", "sub"):
-            a, b, c = operands[0], 0x3FF << 52, operands[1]
-        elif op == "mul":
-            a, b, c = *operands, (operands[0] ^ operands[1]) & 1 << 63  # a zero of the product's sign changes nothing
-        else:
-            a, b, c = *operands, 0
-            b = b if op != "sqrt" else 0x3FF << 52
-        return multiply_add(a, b, c) if op not in ("div", "rcp", "sqrt") else divide(a, b) if op != "sqrt" else root(a)
+        one = 0x3FF << 52
+        if op == "sqrt":
+            return root(x[0])
+        if op in ("div", "rcp"):
+            return divide(*x) if op == "div" else divide(one, x[0])
+        if op == "mul":
+            return multiply_add(*x, (x[0] ^ x[1]) & 1 << 63)  # a zero of the product's sign changes nothing
+        return multiply_add(*x) if op == "fma" else multiply_add(x[0], one, x[1] ^ (op == "sub") << 63)
 
     def multiply_add(a: int, b: int, c: int) -> int:
         if any(bits >> 52 & 0x7FF == 0x7FF for bits in (a, b, c)):
@@ -526,8 +525,8 @@ def _minmax(which: str, name: str, nan_wins: bool, xorsign: bool, absolute: bool
 
     if name != "f32" or xorsign or absolute:
         return general
-    native = {("max", False): np.fmax, ("max", True): np.maximum, ("min", False): np.fmin, ("min", True): np.minimum}
-    native = native[which, nan_wins]
+    # In these a NaN wins, and sends the rare vector with one to `general`; np.fmax is not sure about signalling NaNs.
+    native = np.maximum if which == "max" else np.minimum
     equal_bits = np.bitwise_and if which == "max" else np.bitwise_or  # equal floats differ in bits only as -0 and +0
 
     def fast(a, b, *rest):
@@ -537,10 +536,11 @@ def _minmax(which: str, name: str, nan_wins: bool, xorsign: bool, absolute: bool
             a, b = _flush(a, name), _flush(b, name)
         x, y = a.view(F4), b.view(F4)
         r = native(x, y)
+        squares = r.dot(r)
+        if squares != squares:
+            return general(a, b)
         equal = x == y
-        if np.count_nonzero(equal):
-            r = np.where(equal, equal_bits(a, b), r.view(U4)).view(F4)
-        return _canonical32(r)
+        return np.where(equal, equal_bits(a, b), r.view(U4)) if np.count_nonzero(equal) else r.view(U4)
 
     return fast
 
@@ -905,11 +905,11 @@ def _compare(m: _Modifiers, op: str, t: str, ftz: bool) -> Callable:
         if op not in _FLOAT_COMPARE:
             raise m.error(f".{op} of .{t}")
         compare = _FLOAT_COMPARE[op]
-        if ftz:
-            return lambda a, b: compare(_load(_flush(a, t), t), _load(_flush(b, t), t))
-        if t == "bf16":  # ml_dtypes has its own comparisons; float64's are known to be quiet about NaN
-            return lambda a, b: compare(_load(a, t), _load(b, t))
+        if t == "bf16":
+            return lambda a, b: compare(*((x.astype(U4) << U4.type(16)).view(F4) for x in (a, b)))
         view = _FLOAT[t]
+        if ftz:
+            return lambda a, b: compare(_flush(a, t).view(view), _flush(b, t).view(view))
         return lambda a, b: compare(a.view(view), b.view(view))
     if ftz:
         raise m.error(f".ftz of .{t}")
@@ -1414,7 +1414,7 @@ def _build_set(m: _Modifiers) -> Scalar:
     if packed:
         result = m.type(t, "u32", "s32")
     elif t in ("f16", "bf16"):
-        result = m.type(t, "u16", "s16", "u32", "s32")
+        result = m.type("f16", "bf16", "u16", "s16", "u32", "s32")
     else:
         result = m.type("u32", "s32", "f32", "f16", "bf16")
     op, boolean, ftz = m.need("comparison", *_COMPARISONS), m.take(*_BOOLEAN), m.flag("ftz")

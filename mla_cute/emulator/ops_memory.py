@@ -6,15 +6,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .decode import UINT, Closure, Decoder, UnsupportedInstruction, op
+from . import matrix, numeric
+from .decode import UINT, Closure, Decoder, UnsupportedInstruction, op, with_lanes
 from .machine import (
     GRANULE,
     LANES,
     LOCAL_WINDOW,
+    OFFSET_MASK,
     PARAM_WINDOW,
     RANK_SHIFT,
     SHARED_WINDOW,
+    Cta,
     Fault,
+    SeveralCtas,
     Warp,
 )
 from .ptx import TYPE_BYTES, Instruction, Memory, Reg, Symbol, Vector
@@ -25,6 +29,7 @@ HINTS = {"nc", "volatile", "relaxed", "acquire", "release", "weak", "mmio", "cta
 HINTS |= {"lu", "cv", "wb", "wt", "L1::evict_last", "L1::evict_first", "L1::evict_normal", "L1::no_allocate"}
 HINTS |= {"L1::evict_unchanged", "L2::cache_hint", "L2::evict_last", "L2::evict_first", "L2::evict_normal", "L2::64B"}
 HINTS |= {"L2::128B", "L2::256B", "unified"}
+STRONG = {"volatile", "relaxed", "acquire", "release", "mmio"}  # accesses that may race with each other
 LANE = np.arange(LANES)
 
 
@@ -53,6 +58,10 @@ def load(ins: Instruction, d: Decoder) -> Closure:
         return _load_param(ins, d, outs, store, kind, count)
     at = d.address(source)
     read = READERS[space.partition("::")[0]]
+    if rest & STRONG and space.partition("::")[0] in ("", "shared"):
+        read = _strong_reader(space)
+    if kind == "b128":
+        return lambda w: w.write(outs[0], read(w, at(w), 8, 2))
 
     def run(w: Warp):
         values = read(w, at(w), size, count)  # [32, count] of size-byte integers
@@ -93,7 +102,7 @@ def _load_param(ins: Instruction, d: Decoder, outs, store, kind: str, count: int
                 if at + size > len(data):
                     raise Fault("out_of_bounds", f"parameter {number} has {len(data)} bytes, reads {at}..{at + size}")
                 value = np.frombuffer(data, UINT[size], 1, at)
-                w.write(out, store[i](np.broadcast_to(value, LANES)))
+                w.write(out, store[i](np.full(LANES, value[0])))
 
         return run
     at = d.address(m)
@@ -101,7 +110,8 @@ def _load_param(ins: Instruction, d: Decoder, outs, store, kind: str, count: int
     def run_generic(w: Warp):
         values = read_param(w, at(w), size, count)
         for i, out in enumerate(outs):
-            w.write(out, store[i](values[:, i]))
+            if out >= 0:
+                w.write(out, store[i](values[:, i]))
 
     return run_generic
 
@@ -116,10 +126,16 @@ def store(ins: Instruction, d: Decoder) -> Closure:
     idx = d.regs(ins.operands[1], kind)
     at = d.address(ins.operands[0])
     write = WRITERS[space.partition("::")[0]]
-    dtype = UINT[size]
+    if rest & STRONG and space.partition("::")[0] in ("", "shared"):
+        write = _strong_writer(space)
+    dtype = UINT.get(size)
 
     def run(w: Warp):
         r = w.regs
+        if kind == "b128":
+            write(w, at(w), 8, r[idx[0]])
+            w.cta.cluster.progress += 1
+            return
         if len(idx) == 1:
             values = r[idx[0]].astype(dtype, copy=False)[:, None]
         else:
@@ -140,7 +156,14 @@ def _granules(offsets: np.ndarray, nbytes: int) -> np.ndarray:
 
 
 def read_shared(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
-    cta, offsets = w.shared_index(addresses, size * count)
+    try:
+        cta, offsets = w.shared_index(addresses, size * count)
+    except SeveralCtas:
+        values = np.zeros((LANES, count), UINT[size])
+        for lanes in _by_cta(w, addresses):
+            part = with_lanes(w, lanes, lambda w: read_shared(w, addresses, size, count))
+            values = np.where(lanes[:, None], part, values)
+        return values
     unwritten = w.note_read(cta, _granules(offsets, size * count))
     data = cta.shared.data.view(UINT[size])
     values = data[(offsets // size)[:, None] + np.arange(count)]
@@ -152,7 +175,12 @@ def read_shared(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.nda
 
 def write_shared(w: Warp, addresses: np.ndarray, size: int, values: np.ndarray) -> None:
     count = values.shape[1]
-    cta, offsets = w.shared_index(addresses, size * count)
+    try:
+        cta, offsets = w.shared_index(addresses, size * count)
+    except SeveralCtas:
+        for lanes in _by_cta(w, addresses):
+            with_lanes(w, lanes, lambda w: write_shared(w, addresses, size, values))
+        return
     w.need_defined(values, "a store")
     values = plain(values)
     if not w.full:
@@ -160,6 +188,84 @@ def write_shared(w: Warp, addresses: np.ndarray, size: int, values: np.ndarray) 
     w.note_write(cta, _granules(offsets, size * count))
     data = cta.shared.data.view(UINT[size])
     data[(offsets // size)[:, None] + np.arange(count)] = values
+
+
+def _by_cta(w: Warp, addresses: np.ndarray) -> list[np.ndarray]:
+    """The active lanes, bool [32], by the CTA that their shared addresses are of."""
+    ranks = plain(addresses) >> RANK_SHIFT
+    return [w.mask & (ranks == rank) for rank in np.unique(ranks[w.mask])]
+
+
+def _strong_reader(space: str):
+    """Loads that may race with other strong accesses and atomics; on shared memory all of them acquire."""
+
+    def read(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
+        space_now, window = (space.partition("::")[0], 0) if space else _space(w, addresses)
+        if space_now != "shared":
+            return READERS[space_now](w, addresses - window, size, count)
+        places = []
+        for lane in w.lanes():
+            at = int(addresses[lane]) - window
+            clock = _clocks(w).get((at >> RANK_SHIFT, at & OFFSET_MASK))
+            if clock is not None:
+                w.acquire(clock)
+            s = w.shared(at).shared
+            granules = slice((at & OFFSET_MASK) // GRANULE, ((at & OFFSET_MASK) + size * count + 1) // GRANULE)
+            epochs, _ = s.reader(w.agent)
+            places.append((s, granules, s.read_mask[granules].copy(), epochs, epochs[granules].copy()))
+        values = read_shared(w, addresses - window, size, count)
+        for s, granules, mask, epochs, before in places:  # for plain writes it is as if it had not been
+            s.read_mask[granules], epochs[granules] = mask, before
+        return values
+
+    return read
+
+
+def _strong_writer(space: str):
+    """Stores that may race with other strong accesses and atomics; on shared memory all of them release."""
+
+    def write(w: Warp, addresses: np.ndarray, size: int, values: np.ndarray) -> None:
+        space_now, window = (space.partition("::")[0], 0) if space else _space(w, addresses)
+        if space_now != "shared":
+            return WRITERS[space_now](w, addresses - window, size, values)
+        clocks, known = _clocks(w), w.clock.copy()
+        keys = [(at >> RANK_SHIFT, at & OFFSET_MASK) for at in (int(addresses[lane]) - window for lane in w.lanes())]
+        for key in keys:
+            if key in clocks:
+                w.acquire(clocks[key])  # for the check only
+        write_shared(w, addresses - window, size, values)
+        w.clock[:] = known
+        mine = w.release()
+        for key in keys:
+            clocks[key] = np.maximum(clocks.get(key, 0), mine)
+
+    return write
+
+
+def _clocks(w: Warp) -> dict[tuple[int, int], np.ndarray]:
+    """(CTA's rank, offset) -> what the strong stores and atomics there have released."""
+    return w.cta.cluster.atomics
+
+
+def load_accesses(ins: Instruction, d: Decoder) -> Callable[[Warp], tuple[Cta, np.ndarray] | None]:
+    """closure(warp) -> (CTA, granules) that a load of shared memory reads; None when it is of another space."""
+    at = d.address(ins.operands[1])
+    if ins.parts[0] == "ldmatrix":
+        size, lanes, space = 16, 8 * matrix_move(ins, "ldmatrix").source.shape[0], "shared"
+    else:
+        space, count, kind, _ = shape_of(ins)
+        size, lanes = TYPE_BYTES[kind] * count, LANES
+
+    def accesses(w: Warp):
+        addresses = at(w)
+        space_now, window = (space, 0) if space else _space(w, addresses)
+        if not space_now.startswith("shared"):
+            return None
+        offsets = (addresses - window)[:lanes][w.mask[:lanes]]
+        cta = w.shared(int(offsets[0]))
+        return cta, np.unique(_granules(offsets & OFFSET_MASK, size))
+
+    return accesses
 
 
 def read_global(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
@@ -206,17 +312,21 @@ def read_param(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndar
 def _local(w: Warp) -> np.ndarray:
     """Bytes of the warp's local memory [32, n], and which were written."""
     if "data" not in w.local:
-        n = (w.machine.program.decoder.local_bytes + 15) & ~15
+        n = w.machine.program.decoder.local_bytes
         w.local["data"], w.local["written"] = np.zeros((LANES, n), np.uint8), np.zeros((LANES, n), bool)
     return w.local["data"]
 
 
 def _local_index(w: Warp, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+    w.need_defined(addresses, "an address")
+    addresses = plain(addresses)
     if not w.full:
         addresses = np.where(w.mask, addresses, addresses[w.first()])
     low, high = int(addresses.min()), int(addresses.max()) + nbytes
     if low < 0 or high > _local(w).shape[1]:
         raise Fault("out_of_bounds", f"local access to {low}..{high}; there are {_local(w).shape[1]} bytes")
+    if (addresses & (nbytes - 1)).any():
+        raise Fault("misaligned", f"local access of {nbytes} bytes")
     return addresses[:, None] + np.arange(nbytes)
 
 
@@ -229,6 +339,8 @@ def read_local(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndar
 
 
 def write_local(w: Warp, addresses: np.ndarray, size: int, values: np.ndarray) -> None:
+    w.need_defined(values, "a store")
+    values = plain(values)
     index = _local_index(w, addresses, size * values.shape[1])[w.mask]
     lanes = LANE[w.mask][:, None]
     _local(w)[lanes, index] = np.ascontiguousarray(values[w.mask]).view(np.uint8).reshape(len(index), -1)
@@ -306,28 +418,32 @@ def atomic(ins: Instruction, d: Decoder) -> Closure:
     returns = ins.parts[0] == "atom"
     space, count, kind, rest = shape_of(ins)
     names = rest - HINTS - {"noftz", "acq_rel"}
-    if len(names) != 1 or count > 1:
-        raise ValueError(f"modifiers {sorted(names)}, vector {count}")
+    if len(names) != 1:
+        raise ValueError(f"modifiers {sorted(names)}")
     (name,) = names
     operands = ins.operands[1:] if returns else ins.operands
-    out = d.out(ins.operands[0]) if returns else -1
+    outs = d.outs(ins.operands[0]) if returns else [-1] * count
     at = d.address(operands[0])
-    values = [d.reg(o, kind) for o in operands[1:3]]
+    values = [d.regs(o, kind) for o in operands[1 : 3 if name == "cas" else 2]]  # [operands][vector]
     change = _changes(name, kind)
     size = TYPE_BYTES[kind]
 
     def run(w: Warp):
         addresses = at(w)
+        for i in (i for vector in values for i in vector):
+            w.need_defined(w.regs[i], "an atomic")
+        w.need_defined(addresses, "an address")
         space_now, window = (space.partition("::")[0], 0) if space else _space(w, addresses)
-        old = np.zeros(LANES, UINT[size])
-        for lane in w.lanes():
-            address = int(addresses[lane]) - window
-            array, i = _word(w, space_now, address, size)
-            old[lane] = array[i]
-            array[i] = change(array[i], *[w.regs[v][lane] for v in values])
+        for n, out in enumerate(outs):
+            old = np.zeros(LANES, UINT[size])
+            for lane in w.lanes():
+                address = int(addresses[lane]) - window + n * size
+                array, i = _word(w, space_now, address, size)
+                old[lane] = array[i]
+                array[i] = change(array[i], *[w.regs[v[n]][lane] for v in values])
+            if out >= 0:
+                w.write(out, old)
         w.cta.cluster.progress += 1
-        if returns and out >= 0:
-            w.write(out, old)
 
     return run
 
@@ -343,12 +459,14 @@ def _word(w: Warp, space: str, address: int, size: int) -> tuple[np.ndarray, int
     if offset % size:
         raise Fault("misaligned", f"atomic of {size} bytes at shared {offset:#x}")
     s, granule = cta.shared, offset // GRANULE
-    clocks = cta.cluster.__dict__.setdefault("atomics", {})
+    clocks = cta.cluster.atomics
     key = cta.rank, offset
     if key in clocks:
         w.acquire(clocks[key])
     granules = np.arange(granule, granule + max(size // GRANULE, 1))
-    w.note_read(cta, granules)
+    unwritten = w.note_read(cta, granules)
+    if unwritten is not None:
+        raise Fault("uninitialised", f"atomic on shared {offset:#x}, which nothing was written to")
     w.note_write(cta, granules)
     s.read_mask[granules] = 0
     clocks[key] = np.maximum(clocks.get(key, 0), w.release())
@@ -358,8 +476,8 @@ def _word(w: Warp, space: str, address: int, size: int) -> tuple[np.ndarray, int
 def _changes(name: str, kind: str):
     size = TYPE_BYTES[kind]
     view = {"s": f"i{size}", "f": f"f{size}"}.get(kind[0], f"u{size}")
-    if kind in ("bf16", "f16x2", "bf16x2"):
-        raise ValueError(f"atomics of {kind}")
+    if kind in ("f16", "bf16", "f16x2", "bf16x2"):
+        return _changes_half(name, kind[:-2] if kind.endswith("x2") else kind)
 
     def typed(f):
         def change(old, *args):
@@ -386,39 +504,61 @@ def _changes(name: str, kind: str):
     return table[name]
 
 
+def _changes_half(name: str, kind: str):
+    """Of one or two 16-bit floats in a word."""
+    f = {"add": np.add, "min": np.fmin, "max": np.fmax}[name]
+
+    def change(old, new):
+        a, b = (numeric.to_float(np.asarray(x).reshape(1).view(np.uint16), kind) for x in (old, new))
+        return numeric.from_float(f(a, b), kind).view(old.dtype)[0]
+
+    return change
+
+
 # ----- matrices -------------------------------------------------------------------------------------------------------
 
 
 @op("ldmatrix")
 def ldmatrix(ins: Instruction, d: Decoder) -> Closure:
-    """8 x 8 tiles of 16 bits: lane l gives the address of row l % 8 of tile l / 8, and gets elements of row l / 4."""
-    count, trans = _tiles(ins)
+    """Lane l gives the address of a row of 16 bytes; where its items go, matrix.py says."""
+    move = matrix_move(ins, "ldmatrix")
     outs, at = d.outs(ins.operands[0]), d.address(ins.operands[1])
+    if len(outs) != len(move.source):
+        raise ValueError(f"{len(outs)} registers, {len(move.source)} expected")
+    count = int(move.source.max()) + 1
 
     def run(w: Warp):
         w.need_all("ldmatrix")
-        rows = read_shared_rows(w, at(w)[: 8 * count]).view(np.uint16).reshape(count, 8, 8)
-        if trans:
-            rows = rows.transpose(0, 2, 1)
-        words = np.ascontiguousarray(rows).view(np.uint32).reshape(count, LANES)
+        data = np.zeros((LANES, 16), np.uint8)
+        data[:count], unwritten = read_shared_rows(w, at(w)[:count])
+        words = matrix.ldmatrix(data, move)
+        taint = None
+        if unwritten is not None:
+            bad = np.zeros((LANES, 16), bool)
+            bad[:count] = np.repeat(unwritten, GRANULE, axis=1)
+            taint = bad[move.source, move.byte].any(1)
         for i, out in enumerate(outs):
-            w.write(out, words[i].copy())
+            value = words[i].copy()
+            if taint is not None:
+                value = tainted(value, taint[i], f"shared memory that nothing was written to, loaded at {w.place()}")
+            w.write(out, value)
 
     return run
 
 
 @op("stmatrix")
 def stmatrix(ins: Instruction, d: Decoder) -> Closure:
-    count, trans = _tiles(ins)
+    move = matrix_move(ins, "stmatrix")
     at, idx = d.address(ins.operands[0]), d.regs(ins.operands[1])
+    if len(idx) != len(move.source):
+        raise ValueError(f"{len(idx)} registers, {len(move.source)} expected")
 
     def run(w: Warp):
         w.need_all("stmatrix")
-        tiles = np.stack([w.regs[i] for i in idx]).view(np.uint16).reshape(count, 8, 8)
-        if trans:
-            tiles = tiles.transpose(0, 2, 1)
-        rows = np.ascontiguousarray(tiles).reshape(count * 8, 8).view(np.uint8)
-        addresses = at(w)[: 8 * count]
+        for i in idx:
+            w.need_defined(w.regs[i], "stmatrix")
+        rows = matrix.stmatrix(np.stack([plain(w.regs[i]) for i in idx]), move)
+        addresses = at(w)[: len(rows)]
         cta, offsets = _rows(w, addresses)
         w.note_write(cta, _granules(offsets, 16))
         cta.shared.data[offsets[:, None] + np.arange(16)] = rows
@@ -427,28 +567,33 @@ def stmatrix(ins: Instruction, d: Decoder) -> Closure:
     return run
 
 
-def _tiles(ins: Instruction) -> tuple[int, bool]:
-    rest = set(ins.parts[1:]) - {"sync", "aligned", "shared", "shared::cta", "m8n8", "b16", "trans", "x1", "x2", "x4"}
-    if rest or "m8n8" not in ins.parts:
+def matrix_move(ins: Instruction, kind: str) -> matrix.MatrixMove:
+    shapes = {"m8n8": "b16", "m16n16": "b8", "m16n8": "b8"}
+    rest = set(ins.parts[1:]) - {"sync", "aligned", "shared", "shared::cta", "trans", "x1", "x2", "x4"}
+    shape = next((s for s in shapes if s in rest), "")
+    if rest != {shape, shapes.get(shape)}:
         raise ValueError(f"modifiers {sorted(rest)}")
     count = next(int(p[1]) for p in ins.parts if p in ("x1", "x2", "x4"))
-    return count, "trans" in ins.parts
+    make = matrix.ldmatrix_map if kind == "ldmatrix" else matrix.stmatrix_map
+    return make(shape, count, "trans" in ins.parts)
 
 
 def _rows(w: Warp, addresses: np.ndarray):
+    w.need_defined(addresses, "an address")
+    addresses = plain(addresses)
     cta = w.shared(int(addresses[0]))
-    offsets = addresses & ((1 << RANK_SHIFT) - 1)
+    offsets = addresses & OFFSET_MASK
     w.check_range(cta, int(offsets.min()), int(offsets.max()) + 16)
     if (offsets & 15).any():
         raise Fault("misaligned", "a matrix row must be 16-byte aligned")
     return cta, offsets
 
 
-def read_shared_rows(w: Warp, addresses: np.ndarray) -> np.ndarray:
-    """uint8 [rows, 16]"""
+def read_shared_rows(w: Warp, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """(uint8 [rows, 16], which granules of them nobody wrote, bool [rows, 8], or None)"""
     cta, offsets = _rows(w, addresses)
-    w.note_read(cta, _granules(offsets, 16))
-    return cta.shared.data[offsets[:, None] + np.arange(16)]
+    unwritten = w.note_read(cta, _granules(offsets, 16))
+    return cta.shared.data[offsets[:, None] + np.arange(16)], unwritten
 
 
 @op("movmatrix")

@@ -6,8 +6,8 @@ import numpy as np
 
 from . import numeric
 from .decode import UINT, Closure, Decoder, UnsupportedInstruction, op
-from .machine import ALL_LANES, LANES, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, Fault, Warp
-from .ptx import TYPE_BYTES, Instruction, Label, Not, Pair, Vector
+from .machine import ALL_LANES, LANES, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, UNDEFINED, Fault, Warp
+from .ptx import TYPE_BYTES, Instruction, Label, Not, Pair, Reg, Special, Vector
 from .taint import Tainted, plain
 
 LANE = np.arange(LANES)
@@ -23,19 +23,60 @@ def arithmetic(ins: Instruction, d: Decoder) -> Closure:
     spec = numeric.scalar(ins.opcode)
     if spec is None:
         raise UnsupportedInstruction(f"PTX line {ins.line}: the emulator does not know {ins.opcode} ({ins.text})")
-    fn = spec.fn
-    sources = ins.operands[1:]
-    negated = [isinstance(o, Not) for o in sources]
-    idx = [d.reg(o.operand if isinstance(o, Not) else o, kind) for o, kind in zip(sources, spec.sources, strict=True)]
-    if isinstance(ins.operands[0], Pair):
-        return _two_results(fn, idx, d.out(ins.operands[0].first), d.out(ins.operands[0].second))
-    out = d.out(ins.operands[0])
-    if any(negated):
+    operands = [item for o in ins.operands[1:] for item in (o.items if isinstance(o, Vector) else (o,))]
+    kinds = spec.sources + spec.optional
+    carries_in = kinds[-1] == "cc"
+    if carries_in:
+        operands.append(None)
+    if not len(spec.sources) <= len(operands) <= len(kinds):
+        raise ValueError(f"{len(operands)} source operands, {len(spec.sources)} expected")
+    sources = list(zip(operands, kinds))
+    idx = [d.carry() if kind == "cc" else d.reg(o.operand if isinstance(o, Not) else o, kind) for o, kind in sources]
+    negated = [isinstance(o, Not) for o in operands]
+    target = ins.operands[0]
+    outs = [d.out(o) for o in ((target.first, target.second) if isinstance(target, Pair) else (target,))]
+    if "cc" in spec.results:
+        outs.append(d.carry())
+    adapt = [_adapted(o, kind) for o, kind in sources]
+    widen = _widened(target, spec.result)
+    if len(outs) > 1 or any(negated) or any(adapt) or widen or len(idx) > 3:
+        fn_all = spec.fn_all
 
-        def run(w: Warp):
-            r = w.regs
-            w.write(out, fn(*[~r[i] if n else r[i] for i, n in zip(idx, negated)]))
-    elif len(idx) == 1:
+        def run_any(w: Warp):
+            values = [w.regs[i] for i in idx]
+            values = [~v if n else v for v, n in zip(values, negated)]
+            values = [f(v) if f else v for v, f in zip(values, adapt)]
+            for out, value in zip(outs, fn_all(*values)):
+                if out >= 0:
+                    w.write(out, widen(value) if widen else value)
+
+        return run_any
+    return _plain(spec.fn, idx, outs[0])
+
+
+def _adapted(operand, kind: str):
+    """A source register wider than the type that is read: its low bits. None where nothing is to be done."""
+    if not isinstance(operand, Reg) or kind in ("pred", "cc"):
+        return None
+    dtype = numeric.dtype_of(kind)
+    return None if TYPE_BYTES[operand.type] == dtype.itemsize else lambda v: v.astype(dtype)
+
+
+def _widened(operand, kind: str):
+    """A destination register wider than the result: its sign, or zeros, above it."""
+    if not isinstance(operand, Reg) or kind in ("pred", "cc"):
+        return None
+    size, width = numeric.dtype_of(kind).itemsize, TYPE_BYTES[operand.type]
+    if size == width:
+        return None
+    if kind[0] == "s":
+        return lambda v: v.view(f"i{size}").astype(f"i{width}").view(UINT[width])
+    return lambda v: v.astype(UINT[width])
+
+
+def _plain(fn, idx: list[int], out: int) -> Closure:
+    """Of one to three registers; the hot path."""
+    if len(idx) == 1:
         (a,) = idx
 
         def run(w: Warp):
@@ -49,28 +90,13 @@ def arithmetic(ins: Instruction, d: Decoder) -> Closure:
             r = w.regs
             v = fn(r[a], r[b])
             r[out] = v if w.full else w.merged(r[out], v)
-    elif len(idx) == 3:
+    else:
         a, b, c = idx
 
         def run(w: Warp):
             r = w.regs
             v = fn(r[a], r[b], r[c])
             r[out] = v if w.full else w.merged(r[out], v)
-    else:
-
-        def run(w: Warp):
-            r = w.regs
-            w.write(out, fn(*[r[i] for i in idx]))
-
-    return run
-
-
-def _two_results(fn, idx: list[int], first: int, second: int) -> Closure:
-    def run(w: Warp):
-        a, b = fn(*[w.regs[i] for i in idx])
-        for out, value in ((first, a), (second, b)):
-            if out >= 0:
-                w.write(out, value)
 
     return run
 
@@ -100,16 +126,33 @@ def mov(ins: Instruction, d: Decoder) -> Closure:
                     w.write(out, np.ascontiguousarray(parts[:, n]))
 
         return unpack
+    if isinstance(source, Special) and source.name.startswith(("%clock", "%globaltimer")):
+        return _clock(source.name, kind, d.out(target))
     i, out = d.reg(source, kind), d.out(target)
     dtype = np.dtype(bool) if kind == "pred" else None if kind == "b128" else np.dtype(UINT[TYPE_BYTES[kind]])
 
     def move(w: Warp):
         v = w.regs[i]
+        if v is UNDEFINED and w.full:  # a copy is no use of it
+            w.regs[out] = v
+            return
         if v.dtype != dtype and dtype is not None:
             v = v.astype(dtype)
         w.regs[out] = v if w.full else w.merged(w.regs[out], v)
 
     return move
+
+
+def _clock(name: str, kind: str, out: int) -> Closure:
+    """Time goes by the instructions that have run in the launch."""
+    dtype, shift = UINT[TYPE_BYTES[kind]], 32 if name.endswith("_hi") else 0
+    mask = (1 << 8 * TYPE_BYTES[kind]) - 1
+
+    def run(w: Warp):
+        time = (w.machine.time + sum(x.count for x in w.cta.warps)) >> shift
+        w.write(out, np.full(LANES, time & mask, dtype))
+
+    return run
 
 
 @op("cvta")
@@ -185,6 +228,42 @@ def bra(ins: Instruction, d: Decoder) -> Closure:
     return guard
 
 
+@op("brx")
+def brx(ins: Instruction, d: Decoder) -> Closure:
+    """To the label of a table that the index says; lanes may go to different ones."""
+    i, table = d.reg(ins.operands[0]), ins.operands[1]
+    if not isinstance(table, Vector) or not all(isinstance(label, Label) for label in table.items):
+        raise ValueError(f"unknown table of labels {table}")
+    targets = np.array([label.target for label in table.items])
+
+    def run(w: Warp, lanes: np.ndarray | None = None):
+        if lanes is not None:
+            w.park(w.pc, w.mask & ~lanes)
+            w.mask, w.full = lanes, False
+        w.need_defined(w.regs[i], "a branch")
+        index = plain(w.regs[i])
+        if (index[w.mask] >= len(targets)).any():
+            raise Fault("out_of_bounds", f"brx.idx with index {int(index[w.mask].max())} into {len(targets)} labels")
+        to = targets[np.where(w.mask, index, 0)]
+        for target in np.unique(to[w.mask]):
+            w.park(int(target), w.mask & (to == target))
+        w.mask = None
+        w.regroup()
+
+    def guard(p: int, negated: bool) -> Closure:
+        def guarded(w: Warp):
+            lanes = (~w.regs[p] if negated else w.regs[p]) & w.mask
+            if lanes.any():
+                run(w, lanes if (lanes != w.mask).any() else None)
+
+        return guarded
+
+    if ins.guard is not None:
+        guard.takes_guard = True
+        return guard
+    return run
+
+
 @op("ret", "exit")
 def ret(ins: Instruction, d: Decoder) -> Closure:
     def leave(w: Warp, lanes: np.ndarray) -> None:
@@ -257,9 +336,12 @@ def vote(ins: Instruction, d: Decoder) -> Closure:
 
     def run(w: Warp):
         lanes = _members(w, w.regs[members], ins.opcode)
-        values = get(w)[lanes]
+        flags = get(w)
+        w.need_defined(flags, "a vote")
+        flags = plain(flags)
+        values = flags[lanes]
         if mode == "ballot":
-            bits = int((get(w) & lanes).astype(np.uint64) @ (np.uint64(1) << LANE.astype(np.uint64)))
+            bits = int((flags & lanes).astype(np.uint64) @ (np.uint64(1) << LANE.astype(np.uint64)))
             w.write(out, np.full(LANES, bits, np.uint32))
         else:
             result = {
@@ -308,7 +390,8 @@ def redux(ins: Instruction, d: Decoder) -> Closure:
         raise ValueError(f"modifiers {ins.parts[3:-1]}")
 
     def run(w: Warp):
-        v = w.regs[i].view(view)[_members(w, w.regs[members], ins.opcode)]
+        w.need_defined(w.regs[i], "redux")
+        v = plain(w.regs[i]).view(view)[_members(w, w.regs[members], ins.opcode)]
         if "abs" in ins.parts:
             v = np.abs(v)
         if kind == "f32":
@@ -355,6 +438,13 @@ def shfl(ins: Instruction, d: Decoder) -> Closure:
             w.write(flag, valid)
 
     return run
+
+
+@op("createpolicy")
+def createpolicy(ins: Instruction, d: Decoder) -> Closure:
+    """Cache policies are hints."""
+    out = d.out(ins.operands[0])
+    return lambda w: w.write(out, np.zeros(LANES, np.uint64))
 
 
 @op("setmaxnreg")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .decode import Closure, Decoder, UnsupportedInstruction, op
-from .machine import DEPENDENCY, LANES, OFFSET_MASK, SHARED_WINDOW, Fault, Mbarrier, Wait, Warp
+from .machine import DEPENDENCY, LANES, OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW, Fault, Mbarrier, Wait, Warp
 from .ptx import Instruction, Memory
 
 # ----- barriers of the CTA and of the cluster -------------------------------------------------------------------------
@@ -95,13 +95,13 @@ def barrier_cluster(ins: Instruction, d: Decoder) -> Closure:
         if arrive:
             if "aligned" in ins.parts:
                 w.need_all(ins.opcode)
-            if getattr(w, "cluster_round", None) is not None:
+            if w.cluster_round is not None:
                 raise Fault("barrier", "barrier.cluster.arrive twice without a wait")
-            clock = np.zeros_like(w.clock) if relaxed else w.release()
-            w.cluster_round = barrier.arrive(1, len(cluster.warps), clock, -1)
+            clock = w.fenced if relaxed else w.release()
+            w.cluster_round = barrier.arrive(1, len(cluster.warps) - cluster.left, clock, -1)
             cluster.progress += 1
             return None
-        if getattr(w, "cluster_round", None) is None:
+        if w.cluster_round is None:
             raise Fault("barrier", "barrier.cluster.wait without an arrive")
         mine, w.cluster_round = w.cluster_round, None
 
@@ -158,8 +158,8 @@ def mbarrier_inval(ins: Instruction, d: Decoder) -> Closure:
 
     def run(w: Warp):
         for lane in w.lanes():
-            barrier = w.mbarrier(int(at(w)[lane]))
-            del w.shared(int(at(w)[lane])).mbarriers[barrier.offset]
+            address = int(at(w)[lane])
+            w.shared(address).drop_mbarrier(w.mbarrier(address))
 
     return run
 
@@ -178,11 +178,13 @@ def mbarrier_arrive(ins: Instruction, d: Decoder) -> Closure:
     relaxed = "relaxed" in ins.parts
 
     def run(w: Warp):
-        clock = None if relaxed else w.release()
+        clock = w.fenced if relaxed else w.release()
         addresses = at(w)
         state = np.zeros(LANES, np.uint64)
         for lane in w.lanes():
             barrier = w.mbarrier(int(addresses[lane]))
+            if int(addresses[lane]) >> RANK_SHIFT != w.cta.rank:
+                w.visit(w.shared(int(addresses[lane])), barrier.agent, barrier.phase + 1)
             state[lane] = barrier.phase
             count = 1
             if expect:
@@ -191,6 +193,8 @@ def mbarrier_arrive(ins: Instruction, d: Decoder) -> Closure:
                 count = int(w.regs[extra][lane])
             if drop:
                 barrier.expected -= count
+            if relaxed and w.tcgen05 is not None:
+                w.tcgen05.arrive_relaxed(barrier)
             barrier.arrive(clock, count)
         w.cta.cluster.progress += 1
         if out >= 0:
@@ -209,8 +213,7 @@ def mbarrier_tx(ins: Instruction, d: Decoder) -> Closure:
         for lane in w.lanes():
             barrier = w.mbarrier(int(addresses[lane]))
             barrier.tx += sign * int(w.regs[amount][lane])
-            if sign < 0:
-                barrier.check()
+            barrier.check()
         w.cta.cluster.progress += 1
 
     return run
@@ -238,6 +241,9 @@ def mbarrier_wait(ins: Instruction, d: Decoder) -> Closure:
         def success(w: Warp):
             if not relaxed:
                 w.acquire(barrier.done)
+            else:
+                w.relaxed = barrier.done.copy() if w.relaxed is None else np.maximum(w.relaxed, barrier.done)
+                w.waited_relaxed = np.maximum(w.waited_relaxed, np.maximum(barrier.done[0], barrier.tensor_clock))
             w.write(out, np.ones(LANES, bool))
 
         def text():
@@ -245,10 +251,8 @@ def mbarrier_wait(ins: Instruction, d: Decoder) -> Closure:
 
         if barrier.phase >= wanted:
             return success(w)
-        mask, full = w.mask, w.full
 
         def failure(w: Warp):
-            w.mask, w.full = mask, full
             w.write(out, np.zeros(LANES, bool))
 
         return Wait(lambda: barrier.phase >= wanted, text, success, failure)
@@ -282,6 +286,7 @@ def fence(ins: Instruction, d: Decoder) -> Closure:
                 for barrier in cta.mbarriers.values():
                     if barrier.init_agent == w.agent:
                         barrier.fenced = True
+            w.fence()
 
         return init
     if any(p.startswith("proxy") for p in parts):
@@ -297,7 +302,7 @@ def fence(ins: Instruction, d: Decoder) -> Closure:
     known |= {"sync_restrict::shared::cluster"}
     if parts - known:
         raise UnsupportedInstruction(f"PTX line {ins.line}: the emulator does not know {ins.opcode}")
-    return lambda w: None
+    return lambda w: w.fence()
 
 
 # ----- between launches -----------------------------------------------------------------------------------------------
@@ -329,6 +334,8 @@ def clusterlaunchcontrol(ins: Instruction, d: Decoder) -> Closure:
             cluster, grid = w.cta.cluster, w.machine
             offset, bar_offset = int(at(w)[w.first()]) & OFFSET_MASK, bar_at(w) & OFFSET_MASK
             ctas = cluster.ctas if multicast else [w.cta]
+            if offset % 16:
+                raise Fault("misaligned", f"clusterlaunchcontrol.try_cancel: its answer at shared {offset:#x} takes 16 bytes")
             for cta in ctas:
                 w.check_range(cta, offset, offset + 16)
 

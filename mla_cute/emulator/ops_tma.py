@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from . import numeric
+from . import hazards, numeric
 from .decode import UINT, Closure, Decoder, UnsupportedInstruction, op
 from .machine import GRANULE, LANES, OFFSET_MASK, PARAM_WINDOW, UNFINISHED, Async, Cta, Fault, Wait, Warp
 from .ops_memory import read_global, read_param
 from .ops_sync import initialised_for_async, shared_address
-from .ptx import TYPE_BYTES, Instruction, Memory, Vector
+from .ptx import TYPE_BYTES, Instruction, Memory, Not, Vector
 from .tensormap import SMEM_ALIGNMENT, TensorMap, Tile, gather4
 
 _maps: dict[bytes, TensorMap] = {}
@@ -44,11 +44,21 @@ def granules_of(offsets: np.ndarray, nbytes: int) -> np.ndarray:
     return offsets[:, None] // GRANULE + np.arange(-(-nbytes // GRANULE))
 
 
-def load(w: Warp, name: str, targets: list[tuple[Cta, int]], spots: np.ndarray, run: int, fetch, nbytes: int) -> None:
+def load(
+    w: Warp,
+    name: str,
+    targets: list[tuple[Cta, int]],
+    spots: np.ndarray,
+    run: int,
+    fetch: Callable[[], np.ndarray],
+    nbytes: int,
+    generic: bool = False,
+) -> None:
     """Start a copy into shared memory: runs of `run` bytes at offsets `spots` of each target's CTA.
 
     targets: (CTA, offset of its mbarrier, which may lie in another CTA of the cluster: (CTA, (CTA, offset))).
-    fetch() -> uint8 [runs, run], called when the copy is done. nbytes: what complete_tx counts for each.
+    fetch() -> uint8 [runs, run], called when the copy is done. nbytes: what complete_tx counts for each. generic: it is not
+    of the asynchronous proxy.
     """
     barriers = []
     for cta, where in targets:
@@ -56,19 +66,37 @@ def load(w: Warp, name: str, targets: list[tuple[Cta, int]], spots: np.ndarray, 
         barrier = home.mbarriers.get(offset)
         if barrier is None:
             raise Fault("barrier", f"no mbarrier was initialised at shared {offset:#x} of CTA {home.rank}")
-        initialised_for_async(barrier, w)
+        for other in (cta, home):
+            if other is not w.cta and other.rank not in w.met:
+                w.meet_cta(other)
+        if not generic:
+            initialised_for_async(barrier, w)
         barriers.append(barrier)
         if len(spots):
             w.check_range(cta, int(spots.min()), int(spots.max()) + run)
-            w.note_write(cta, granules_of(spots, run), barrier.agent, barrier.phase + 1)
+            granules, epoch = granules_of(spots, run), barrier.phase + 1
+            w.note_write(cta, granules, barrier.agent, epoch, generic)
+            if w.loads:
+                hazards.check_copy(w, cta, granules)
+    for barrier in barriers:
+        barrier.in_flight += nbytes
 
     def do():
         data = fetch()
         for (cta, _), barrier in zip(targets, barriers):
             cta.shared.data[spots[:, None] + np.arange(run)] = data
+            barrier.in_flight -= nbytes
             barrier.complete_tx(nbytes)
 
     w.cta.cluster.start(do, name)
+
+
+class Store:
+    """A bulk store: reads shared memory, and writes global memory some time later."""
+
+    def __init__(self, reading: Async, writing: Async, granules: np.ndarray):
+        self.reading, self.writing, self.granules = reading, writing, granules
+        self.known = False  # the lane has waited for the reading
 
 
 def store(w: Warp, name: str, lane: int, spots: np.ndarray, run: int, put: Callable[[np.ndarray], None]) -> None:
@@ -79,13 +107,10 @@ def store(w: Warp, name: str, lane: int, spots: np.ndarray, run: int, put: Calla
         w.check_range(cta, int(spots.min()), int(spots.max()) + run)
         w.note_read(cta, granules, UNFINISHED)
     groups = w.bulk_groups.setdefault(lane, [[]])
-    operation = cta.cluster.start(lambda: put(cta.shared.data[spots[:, None] + np.arange(run)]), name)
-    groups[-1].append((operation, granules))
-
-
-def open_stores(w: Warp) -> bool:
-    """Stores that nobody has waited for."""
-    return any(op for groups in w.bulk_groups.values() for group in groups for op in group)
+    held = []
+    reading = cta.cluster.start(lambda: held.append(cta.shared.data[spots[:, None] + np.arange(run)]), name)
+    writing = cta.cluster.start(lambda: put(held.pop()), f"{name} (writes)", reading)
+    groups[-1].append(Store(reading, writing, granules))
 
 
 def mbarrier_places(w: Warp, address: int, ctas: list[Cta], pair: bool) -> list[tuple[Cta, object]]:
@@ -155,9 +180,13 @@ def bulk_to_cluster(ins: Instruction, d: Decoder) -> Closure:
         for lane in w.lanes():
             address, start, n = target(w, lane), source(w, lane), size(w, lane)
             check_bulk(address, start, n)
+            barrier = w.mbarrier(bar(w, lane))
+            if not n:
+                continue
             spots = (start & OFFSET_MASK) + np.arange(0, n, 16)
             w.check_range(w.cta, int(spots.min()), int(spots.max()) + 16)
-            w.note_read(w.cta, granules_of(spots, 16), w.clock[0, w.agent])
+            w.note_read(w.cta, granules_of(spots, 16), barrier.phase + 1, barrier.agent)
+            w.visit(w.cta, barrier.agent, barrier.phase + 1)
             cta = w.cta
             load(
                 w,
@@ -233,7 +262,7 @@ def bulk_commit(ins: Instruction, d: Decoder) -> Closure:
 
 @op("cp.async.bulk.wait_group")
 def bulk_wait(ins: Instruction, d: Decoder) -> Closure:
-    keep = ins.operands[0].value
+    keep, which = ins.operands[0].value, "reading" if "read" in ins.parts else "writing"
 
     def run(w: Warp):
         waited = []
@@ -241,23 +270,26 @@ def bulk_wait(ins: Instruction, d: Decoder) -> Closure:
             groups = w.bulk_groups.get(int(lane))
             if groups:
                 waited += groups[: max(len(groups) - 1 - keep, 0)]
-        operations = [o for group in waited for o in group]
-        if not operations:
+        stores = [s for group in waited for s in group]
+        if not stores:
             return None
 
         def then(w: Warp):
             epochs, _ = w.cta.shared.reader(w.agent)
-            for _, granules in operations:
-                epochs[granules] = np.where(epochs[granules] == UNFINISHED, w.clock[0, w.agent], epochs[granules])
-            for group in waited:
-                group.clear()
+            for s in stores:
+                if not s.known:
+                    epochs[s.granules] = np.where(epochs[s.granules] == UNFINISHED, w.clock[0, w.agent], epochs[s.granules])
+                    s.known = True
             for groups in w.bulk_groups.values():
+                while len(groups) > 1 and all(s.known and s.writing.done for s in groups[0]):
+                    groups.pop(0)
                 for group in groups:
-                    for _, granules in group:
-                        epochs[granules] = UNFINISHED
+                    for s in group:
+                        if not s.known:
+                            epochs[s.granules] = UNFINISHED
 
-        text = lambda: f"waits for {sum(not o.done for o, _ in operations)} bulk stores"  # noqa: E731
-        return Wait(lambda: all(o.done for o, _ in operations), text, then)
+        text = lambda: f"waits for {sum(not getattr(s, which).done for s in stores)} bulk stores"  # noqa: E731
+        return Wait(lambda: all(getattr(s, which).done for s in stores), text, then)
 
     return run
 
@@ -356,16 +388,29 @@ def cp_async(ins: Instruction, d: Decoder) -> Closure:
     """4, 8 or 16 bytes a lane, in the lane's generic proxy but asynchronous: done when its group has been waited for."""
     at, frm = shared_address(d, ins.operands[0], ins), d.address(ins.operands[1])
     size = ins.operands[2].value
-    rest = [o for o in ins.operands[3:]]
-    have = d.reg(rest[0]) if rest and "L2::cache_hint" not in ins.parts else None
+    rest = ins.operands[3:-1] if "L2::cache_hint" in ins.parts else ins.operands[3:]
+    ignore = d.predicate(rest[0]) if rest and (isinstance(rest[0], Not) or getattr(rest[0], "type", "") == "pred") else None
+    have = d.reg(rest[0]) if rest and ignore is None else None
+    if size not in (4, 8, 16):
+        raise ValueError(f"copies of {size} bytes")
 
     def run(w: Warp):
         cta, offsets = w.shared_index(at(w), size)
         lanes = w.lanes()
         valid = np.full(LANES, size) if have is None else w.regs[have].astype(np.int64)
-        addresses = frm(w)
-        w.note_write(cta, granules_of(offsets[lanes], size), w.agent, int(UNFINISHED))
-        memory = w.machine.memory
+        if ignore is not None:
+            valid = np.where(ignore(w), 0, size)
+        addresses, memory = frm(w), w.machine.memory
+        for lane in lanes:
+            if addresses[lane] % size:
+                raise Fault("misaligned", f"cp.async of {size} bytes from {int(addresses[lane]):#x}")
+            if not 0 <= valid[lane] <= size:
+                raise Fault("out_of_bounds", f"cp.async of {size} bytes with {int(valid[lane])} bytes of source")
+            if valid[lane]:
+                memory.find(int(addresses[lane]), int(addresses[lane] + valid[lane]))
+        granules = granules_of(offsets[lanes], size)
+        w.note_write(cta, granules)
+        cta.shared.write_epoch[granules] = UNFINISHED
 
         def do():
             for lane in lanes:
@@ -378,7 +423,7 @@ def cp_async(ins: Instruction, d: Decoder) -> Closure:
                 cta.shared.data[offsets[lane] : offsets[lane] + size] = data
 
         operation = w.cta.cluster.start(do, "cp.async")
-        w.cp_async[-1].append((operation, cta, granules_of(offsets[lanes], size)))
+        w.cp_async[-1].append((operation, cta, granules))
 
     return run
 
@@ -401,18 +446,23 @@ def cp_wait(ins: Instruction, d: Decoder) -> Closure:
 
         def then(w: Warp):
             for _, cta, granules in operations:
-                mine = cta.shared.write_agent[granules] == w.agent
-                epochs = cta.shared.write_epoch[granules]
-                cta.shared.write_epoch[granules] = np.where(
-                    mine & (epochs == UNFINISHED), w.clock[0, w.agent], epochs
-                )
+                _done(cta, granules, w.agent, w.clock[0, w.agent])
             for group in groups:
                 group.clear()
+            while len(w.cp_async) > 1 and not w.cp_async[0]:
+                w.cp_async.pop(0)
 
         text = lambda: f"waits for {sum(not o[0].done for o in operations)} cp.async"  # noqa: E731
         return Wait(lambda: all(o[0].done for o in operations), text, then)
 
     return run
+
+
+def _done(cta: Cta, granules: np.ndarray, agent: int, epoch: int) -> None:
+    """The agent's cp.asyncs into these bytes are done, for those who know `epoch` of it."""
+    s = cta.shared
+    mine = (s.write_agent[granules] == agent) & (s.write_epoch[granules] == UNFINISHED)
+    s.write_epoch[granules] = np.where(mine, epoch, s.write_epoch[granules])
 
 
 @op("cp.async.mbarrier.arrive")
@@ -430,8 +480,7 @@ def cp_mbarrier(ins: Instruction, d: Decoder) -> Closure:
 
         def do():
             for _, cta, granules in operations:
-                epochs = cta.shared.write_epoch[granules]
-                cta.shared.write_epoch[granules] = np.where(epochs == UNFINISHED, clock[0, w.agent], epochs)
+                _done(cta, granules, w.agent, clock[0, w.agent])
             barrier.arrive(clock, count)
 
         w.cta.cluster.start(do, "cp.async arrival", _All([o[0] for o in operations]))
@@ -467,6 +516,6 @@ def st_async(ins: Instruction, d: Decoder) -> Closure:
                 raise Fault("misaligned", f"st.async of {len(data)} bytes at shared {offset:#x}")
             places = mbarrier_places(w, int(bar(w)[lane]), [cta], False)
             spots = np.array([offset])
-            load(w, "st.async", places, spots, len(data), lambda data=data: data[None], len(data))
+            load(w, "st.async", places, spots, len(data), lambda data=data: data[None], len(data), generic=True)
 
     return run

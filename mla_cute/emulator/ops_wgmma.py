@@ -76,6 +76,8 @@ def mma_async(ins: Instruction, d: Decoder) -> Closure:
         accumulate = bool(scale_d(w)[0])
         acc = take_accumulator(w, p, d_index, form.n, bits, accumulate)
         a_registers = [(i, w.regs[i]) for i in a_index]
+        for _, value in a_registers:
+            w.need_defined(value, "A of wgmma")
         for _, value in a_registers:  # no check_fence: compilers move what computes A behind the fence, and ptxas copes
             value.dtype  # noqa: B018  a fault if it is missing
         quarter = w.index % 4 * 16

@@ -148,8 +148,8 @@ class _Scanner:
     """The text without comments, with a position and line numbers."""
 
     def __init__(self, text: str):
-        blank = lambda m: re.sub(r"[^\n]", " ", m[0])  # noqa: E731  line numbers stay
-        self.text = re.sub(r"//[^\n]*|/\*.*?\*/", blank, text, flags=re.DOTALL)
+        blank = lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0])  # noqa: E731  line numbers stay
+        self.text = re.sub(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', blank, text, flags=re.DOTALL)
         self.starts = [0, *(m.end() for m in re.finditer("\n", self.text))]
         self.at = 0
 
@@ -198,9 +198,11 @@ def parse(text: str) -> Module:
         elif s.take(r"\.section\b"):
             s.take(r"[^{]*")
             s.braces()
-        elif s.take(_ENTRY.pattern):
-            kernel = _function(s, files)
-            if kernel:
+        elif head := s.take(_ENTRY.pattern):
+            if head.endswith("func"):  # NVVM inlines what it can; a call of the rest is refused
+                s.take(r"[^{;]*")
+                s.take(";") or s.braces()
+            elif kernel := _function(s, files):
                 kernels[kernel.name] = kernel
         elif m := _VARIABLE.match(statement := s.until(";").strip()):
             variable = _variable(m)
@@ -222,19 +224,28 @@ def _variable(m: re.Match) -> Variable:
         values = re.findall(r"[-\w.]+", init.strip("{} \n"))
         width = TYPE_BYTES[kind]
         try:
-            data = b"".join((_number(v).value & (256**width - 1)).to_bytes(width, "little") for v in values)
+            data = b"".join((_element(v, kind) & (256**width - 1)).to_bytes(width, "little") for v in values)
         except (AttributeError, TypeError):
             raise PtxError(f"variable {name}: cannot read the initialiser {init[:60]!r}") from None
         data = data.ljust(size, b"\0")
     return Variable(name, space, size, int(align or TYPE_BYTES[kind]), data, bool(extern))
 
 
+def _element(text: str, kind: str) -> int:
+    """The bits of one value of an initialiser."""
+    c = _number(text)
+    if kind == "f32" and c.float_bits == 64:
+        value = struct.unpack("<d", struct.pack("<Q", c.value))[0]
+        return struct.unpack("<I", struct.pack("<f", value))[0]
+    if kind in ("f32", "f64") and not c.float_bits:
+        code, bits = ("f", "I") if kind == "f32" else ("d", "Q")
+        return struct.unpack(f"<{bits}", struct.pack(f"<{code}", float(c.value)))[0]
+    return c.value
+
+
 def _function(s: _Scanner, files: dict[int, str]) -> Kernel | None:
-    """Behind `.entry` or `.func`: a kernel; None for a declaration. Functions that are called are inlined by NVVM."""
+    """Behind `.entry`: a kernel; None for a declaration."""
     s.skip_space()
-    if s.text[s.at] == "(":  # a .func's result
-        s.until(")")
-        s.skip_space()
     name = s.take(r"[$\w.]+")
     params = []
     s.skip_space()
@@ -258,7 +269,8 @@ def _function(s: _Scanner, files: dict[int, str]) -> Kernel | None:
 def _body(s: _Scanner, kernel: Kernel, files: dict[int, str]) -> None:
     scopes: list[dict] = []  # name -> Reg or, for a label, its instruction's index
     pending: list[tuple[Instruction, list[dict]]] = []
-    source = None
+    tables: list[tuple[dict, str, list[str], list[dict]]] = []  # .branchtargets: scope and name, labels, scopes around
+    source, label = None, ""
     while True:
         if not s.skip_space():
             raise PtxError(f"{kernel.name}: no end of the body")
@@ -276,8 +288,8 @@ def _body(s: _Scanner, kernel: Kernel, files: dict[int, str]) -> None:
             numbers = re.findall(r"\d+", s.take(r"[^\n]*"))
             source = (files.get(int(numbers[0]), "?"), int(numbers[1]))
         elif m := _LABEL.match(s.text, s.at):
-            s.at = m.end()
-            scopes[-1][m[1]] = Label(m[1], len(kernel.instructions))
+            s.at, label = m.end(), m[1]
+            scopes[-1][label] = Label(label, len(kernel.instructions))
         else:
             statement = s.until(";").strip()
             if m := _REGISTERS.match(statement):
@@ -286,18 +298,22 @@ def _body(s: _Scanner, kernel: Kernel, files: dict[int, str]) -> None:
                 variable = _variable(m)
                 kernel.variables[variable.name] = variable
             elif statement.startswith("."):
-                if not statement.startswith((".pragma", ".branchtargets")):
+                if statement.startswith(".branchtargets"):
+                    tables.append((scopes[-1], label, statement.split(None, 1)[1].replace(",", " ").split(), list(scopes)))
+                elif not statement.startswith((".pragma", ".param")):  # .param: of a call, which is refused later
                     raise PtxError(f"line {line}: cannot read {statement[:80]!r}")
             else:
                 ins = _instruction(statement, line, source, kernel, scopes)
                 kernel.instructions.append(ins)
                 if any(isinstance(o, Symbol) for o in ins.operands):
                     pending.append((ins, list(scopes)))
+    look_up = lambda name, around, default: next((x[name] for x in reversed(around) if name in x), default)  # noqa: E731
+    for scope, name, labels, around in tables:
+        scope[name] = Vector(tuple(look_up(label, around, Symbol(label)) for label in labels))
     for ins, around in pending:  # labels may stand behind their use
         for i, o in enumerate(ins.operands):
             if isinstance(o, Symbol):
-                found = next((scope[o.name] for scope in reversed(around) if o.name in scope), o)
-                ins.operands[i] = found
+                ins.operands[i] = look_up(o.name, around, o)
 
 
 def _declare(kernel: Kernel, scope: dict, kind: str, names: str) -> None:

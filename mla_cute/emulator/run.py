@@ -143,20 +143,8 @@ def load(module, problem, config, arch: str) -> Callable:
 
 def _compiled(module, problem, config, arch: str) -> Compiled:
     """From the disk cache, or compiled and stored there."""
-    symbol, entry = jit._entry(jit.Job(module, problem, config, arch))
-    entry = entry and entry.with_suffix(".emu")
-    with jit._one_process(entry):
-        found = _read(entry)
-        if found is None:
-            found = compile_for_emulation(module, problem, config, arch)
-            if entry:
-                jit._write(entry, pickle.dumps(found))
-    return found
-
-
-def _read(entry) -> Compiled | None:
-    data = jit.read_checked(entry) if entry else None
-    return pickle.loads(data) if data else None
+    make = lambda: pickle.dumps(tuple(compile_for_emulation(module, problem, config, arch)))  # noqa: E731
+    return Compiled(*pickle.loads(jit.cached_bytes(jit.Job(module, problem, config, arch), ".emu", make)))
 
 
 def empty(shape: tuple, strides: tuple, dtype: torch.dtype) -> torch.Tensor:

@@ -15,6 +15,10 @@ class Tainted(np.ndarray):
     taint: np.ndarray
     origin: str
 
+    def __array_finalize__(self, other):
+        # For what is not said more exactly below: all of it.
+        self.taint, self.origin = np.ones(self.shape, bool), getattr(other, "origin", "")
+
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **kwargs):
         result = getattr(ufunc, method)(*[plain(x) for x in inputs], **kwargs)
         if method != "__call__":

@@ -1,0 +1,57 @@
+"""Where a call runs: a device, or the emulator. The only place that knows both.
+
+| tensors | backend    | arch             | kernels come from    |
+|---------|------------|------------------|----------------------|
+| CPU     |            | cpu              | `jit.load`, torch    |
+| CUDA    |            | the device's     | `jit.load`           |
+| CPU     | "emulator" | the session's    | `emulator.run.load`  |
+
+Environment: MLA_CUTE_BACKEND=emulator makes the emulator the backend of every call that names none.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch._C._dynamo import guards
+
+from . import jit
+
+CPU_NUM_SMS = 132  # plans made on the CPU are those of an H100 or H200
+DEFAULT_BACKEND = os.environ.get("MLA_CUTE_BACKEND") or None
+
+
+class Target(NamedTuple):
+    arch: str  # "sm_90a", ..., or "cpu"
+    num_sms: int
+    load: Callable  # (module, problem, config, arch) -> the launchable function
+    # (shape, strides, dtype) -> uninitialised tensor on the CPU or the current CUDA device. The two of torch are what
+    # torch.compile's code allocates with: less than half the time of torch.empty.
+    empty: Callable
+
+
+def target(device: torch.device, backend: str | None = None) -> Target:
+    """Raises ValueError naming `backend` when it is unknown, or not for tensors of this device."""
+    if backend is None:
+        return device_target(device)
+    if backend != "emulator":
+        raise ValueError(f'backend: must be None or "emulator", got {backend!r}')
+    if device.type != "cpu":
+        raise ValueError(f"backend: the emulator takes CPU tensors, got tensors on {device}")
+    from .emulator import run
+
+    session = run.current()
+    return Target(session.arch, session.num_sms, run.load, run.empty)
+
+
+@functools.cache
+def device_target(device: torch.device) -> Target:
+    arch = jit.arch_of(device)
+    if arch == "cpu":
+        return Target(arch, CPU_NUM_SMS, jit.load, guards._empty_strided_cpu)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return Target(arch, num_sms, jit.load, guards._empty_strided_cuda)
