@@ -336,8 +336,8 @@ def _overlap(addresses: tuple[int, ...], num_bytes: tuple[int, ...]) -> tuple[in
     for i in (5, 6):  # out, lse
         start = addresses[i]
         end = start + num_bytes[i]
-        for j, (address, size) in enumerate(zip(addresses[:i], num_bytes)):
-            if address < end and start < address + size:
+        for j in range(i):
+            if addresses[j] < end and start < addresses[j] + num_bytes[j]:
                 return i, j
     return None
 
