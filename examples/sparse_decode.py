@@ -1,6 +1,6 @@
 """The main job: one decode step of DeepSeek-V3.2's sparse attention over a paged FP8 cache, checked and timed.
 
-    python examples/sparse_decode.py [--device cpu] [--batch 16] [--seq-lens 300 5000] [--topk 2048] [--impl PATH]
+    python examples/sparse_decode.py [--device emulator] [--batch 16] [--seq-lens 300 5000] [--topk 2048] [--impl PATH]
 
 Several requests of different lengths share a cache. For each layer: prefill writes every request's keys page by page
 through the block table (`quantize_kv_cache`); an index score picks each request's topk tokens; `to_cache_indices` turns
@@ -8,12 +8,18 @@ their positions into cache slots; one plan serves all layers; `sparse_decode` at
 is: fp32 attention on the dequantised cache (the kernel's own error, which must be within the tolerances of
 `mla_cute.testing`, or the exit code is 1) and on the keys before quantisation (what FP8 costs).
 
+On a Hopper GPU that is the Hopper kernel. Without one, the same kernel runs in the emulator, instruction by instruction, on a
+smaller input; --device cpu takes the reference.
+
 Weights and activations are random; shapes, layouts, scales and the way of the data are the model's.
 """
 
 import argparse
+import contextlib
 import itertools
 import math
+import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -21,6 +27,7 @@ from dataclasses import dataclass
 import torch
 
 import mla_cute
+from mla_cute import emulator
 from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, assert_close
 
 CONFIG = {  # of DeepSeek-V3.2's config.json, what decode attention depends on
@@ -37,10 +44,12 @@ CONFIG = {  # of DeepSeek-V3.2's config.json, what decode attention depends on
 PAGE = 64  # tokens
 HEADS, D_V, D_ROPE = CONFIG["num_attention_heads"], CONFIG["kv_lora_rank"], CONFIG["qk_rope_head_dim"]
 D_QK = D_V + D_ROPE
-SIZES = {  # by device: tokens of each request, layers
+SIZES = {  # by --device: tokens of each request, layers
     "cuda": ([300, 1000, 2048, 4096, 8000, 16384, 32768, 65536] * 2, 3),
     "cpu": ([300, 1000, 2048, 5000], 2),
+    "emulator": ([300, 1200], 1),
 }
+EMULATED_SMS = 8  # of the GPU that an emulated kernel runs on: a small one, for the work is done one warp after the other
 
 
 @dataclass(frozen=True)
@@ -162,24 +171,25 @@ def seconds_per_call(decode, layers: list[Layer]) -> float:
     return start.elapsed_time(end) / 1e3 / (repeats * len(layers))
 
 
-def choose_device(wanted: str, impl: str | None) -> torch.device:
-    """The GPU if there is one that a kernel exists for, else the CPU, which takes the reference; says why."""
-    if wanted == "cpu":
-        return torch.device("cpu")
+def choose_device(wanted: str, impl: str | None) -> str:
+    """cuda if there is a GPU that a kernel exists for, else emulator or, without a C compiler, cpu; says why."""
+    if wanted in ("cpu", "emulator"):
+        return wanted
+    instead = "emulator" if any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))) else "cpu"
+    then = {"emulator": "the Hopper kernel runs in the emulator", "cpu": "this run takes the CPU reference"}[instead]
     if not torch.cuda.is_available():
         if wanted == "cuda":
             raise SystemExit("--device cuda: torch sees no CUDA GPU")
-        print("No CUDA GPU: this run takes the CPU reference.")
-        return torch.device("cpu")
-    device = torch.device("cuda", torch.cuda.current_device())
+        print(f"No CUDA GPU: {then}.")
+        return instead
     try:
-        mla_cute.select_impl(device, impl)
+        mla_cute.select_impl("cuda", impl)
     except NotImplementedError as e:
         if wanted == "cuda":
             raise SystemExit(f"--device cuda: {e}") from None
-        print(f"No kernel for {torch.cuda.get_device_name(device)} ({e}): this run takes the CPU reference.")
-        return torch.device("cpu")
-    return device
+        print(f"No kernel for {torch.cuda.get_device_name()} ({e}): {then}.")
+        return instead
+    return "cuda"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -190,7 +200,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description="Sparse decode of DeepSeek-V3.2 over a paged FP8 cache.")
     parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if it has a kernel"
+        "--device",
+        choices=("auto", *SIZES),
+        default="auto",
+        help="auto: a GPU if it has a kernel, else the emulator; cpu: the reference",
     )
     parser.add_argument("--batch", type=positive, help="requests; lengths are repeated or cut to that many")
     parser.add_argument("--seq-lens", type=positive, nargs="+", help="tokens of each request (default: by device)")
@@ -210,12 +223,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 1 if an error exceeds its tolerance."""
     args = parse(argv)
-    device = choose_device(args.device, args.impl)
-    lengths, num_layers = SIZES[device.type]
-    if device.type == "cpu" and args.seq_lens is None:
+    where = choose_device(args.device, args.impl)
+    device = torch.device("cuda", torch.cuda.current_device()) if where == "cuda" else torch.device("cpu")
+    how = {"impl": args.impl, "backend": "emulator" if where == "emulator" else None}
+    lengths, num_layers = SIZES[where]
+    if where != "cuda" and args.seq_lens is None:
         full, full_layers = SIZES["cuda"]
         print(
-            f"Sizes are scaled down for the CPU: up to {max(lengths):,} tokens a request instead of {max(full):,}, "
+            f"Sizes are scaled down for the {where}: up to {max(lengths):,} tokens a request instead of {max(full):,}, "
             f"{len(lengths)} requests instead of {len(full)}, {num_layers} layers instead of {full_layers}."
         )
     lengths = args.seq_lens or lengths
@@ -229,12 +244,14 @@ def main(argv: list[str] | None = None) -> int:
     # A decode step: every layer has the same lengths, so one plan serves them all.
     topk_length = torch.tensor(lengths, device=device).clamp(max=topk).int()  # [b]
     options = {"softmax_scale": softmax_scale(), "topk_length": topk_length}
-    plan = mla_cute.plan_decode(layers[0].q, layers[0].indices, topk_length=topk_length, impl=args.impl)
+    emulated = emulator.session(num_sms=EMULATED_SMS) if where == "emulator" else contextlib.nullcontext()
+    with emulated as session:  # findings of the emulator are errors
+        plan = mla_cute.plan_decode(layers[0].q, layers[0].indices, topk_length=topk_length, **how)
 
-    def decode(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-        return mla_cute.sparse_decode(layer.q, layer.kv_cache, layer.indices, **options, plan=plan, impl=args.impl)
+        def decode(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+            return mla_cute.sparse_decode(layer.q, layer.kv_cache, layer.indices, **options, plan=plan, **how)
 
-    results = [decode(layer) for layer in layers]
+        results = [decode(layer) for layer in layers]
 
     worst, failures = torch.zeros(len(lengths), 3), []
     for i, (layer, (out, lse)) in enumerate(zip(layers, results, strict=True)):
@@ -251,19 +268,22 @@ def main(argv: list[str] | None = None) -> int:
     for r, (n, keys, row) in enumerate(zip(lengths, attended, worst.tolist(), strict=True)):
         print(f"{r:>7} {n:>8} {keys:>8} {row[0]:>10.1e} {row[1]:>10.1e} {row[2]:>10.1e}")
 
-    seconds = seconds_per_call(decode, layers)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    name = {"cuda": torch.cuda.get_device_name, "cpu": lambda: "the CPU", "emulator": lambda: "the emulator"}[where]()
     splits = plan.num_splits.diff()
-    print(f"\nkernel  {mla_cute.select_impl(device, args.impl).__name__} on {name}")
+    print(f"\nkernel  {mla_cute.select_impl(device, **how).__name__} on {name}")
     print(
         f"plan    {plan.num_parts} parts, {sum(-(-n // plan.tile_n) for n in attended)} blocks of {plan.tile_n} keys, "
         f"{int(splits.sum())} splits ({int((splits > 1).sum())} of {len(lengths)} requests are split)"
     )
-    if device.type == "cuda":
+    if where == "emulator":
+        instructions = sum(grid.time for grid in session.grids)
+        print(f"time    {session.seconds:.1f} s for {instructions:,} instructions of a warp, without findings")
+    elif where == "cuda":
+        seconds = seconds_per_call(decode, layers)
         flop = 2 * HEADS * (D_QK + D_V) * sum(attended)
         print(f"time    {seconds * 1e6:.1f} us a call (CUDA graph), {flop / seconds / 1e12:.0f} TFLOPS")
     else:
-        print(f"time    {seconds * 1e3:.1f} ms a call")
+        print(f"time    {seconds_per_call(decode, layers) * 1e3:.1f} ms a call")
     if failures:
         print("\nFAILED: the error exceeds the tolerance\n" + "\n".join(failures), file=sys.stderr)
         return 1
