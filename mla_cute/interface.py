@@ -20,7 +20,7 @@ import torch
 
 from . import jit
 from .schedule import DecodePlan, plan_decode
-from .target import DEFAULT_BACKEND, target
+from .target import DEFAULT_BACKEND, arch_of, target
 from .validate import Problem, check_sparse_decode
 
 IMPL_NAMES = ("Config", "default_config", "compile")  # what makes a module an implementation
@@ -183,6 +183,7 @@ def _prepare(problem, plan, config, impl, backend, q, indices, topk_length) -> _
     else:
         kernel_config = module.default_config(problem) if config is None else config
     kernel_config.check(problem)
+    where.admit(b * s_q * problem.head_tiles * -(-indices.shape[2] // kernel_config.tile_n))
     parts = kernel_config.num_parts(problem, s_q, where.num_sms) if plan is None else plan.num_parts
     slots = 2 * parts if parts > 1 else 0  # a plan in one part splits no request: there are no partial results
     made = _Ready(
@@ -227,7 +228,7 @@ def select_impl(
     when it is no implementation.
     """
     if impl is None:
-        return _shipped_impl(torch.device(device), target(torch.device(device), backend).arch)
+        return _shipped_impl(torch.device(device), arch_of(torch.device(device), backend))
     module = _import(impl) if isinstance(impl, str) else impl
     missing = [name for name in IMPL_NAMES if not hasattr(module, name)]
     if missing:

@@ -32,6 +32,8 @@ class Target(NamedTuple):
     # (shape, strides, dtype) -> uninitialised tensor on the CPU or the current CUDA device. The two of torch are what
     # torch.compile's code allocates with: less than half the time of torch.empty.
     empty: Callable
+    # (blocks of keys, all heads and query tokens counted) -> None, or ValueError when that would take far too long
+    admit: Callable = lambda blocks: None
 
 
 def target(device: torch.device, backend: str | None = None) -> Target:
@@ -45,7 +47,12 @@ def target(device: torch.device, backend: str | None = None) -> Target:
     from .emulator import run
 
     session = run.current()
-    return Target(session.arch, session.num_sms, run.load, run.empty)
+    return Target(session.arch, session.num_sms, run.load, run.empty, session.admit)
+
+
+def arch_of(device: torch.device, backend: str | None = None) -> str:
+    """The architecture alone: also of a device that has no kernel."""
+    return jit.arch_of(device) if backend is None else target(device, backend).arch
 
 
 @functools.cache

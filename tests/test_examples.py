@@ -77,8 +77,8 @@ class TestDemo:
         done = run_script(DEMO, "--device", "cpu")
         assert done.returncode == 0, done.stderr
         assert_good_table(done.stdout, [300, 1000, 2048, 5000], 2048)
-        assert "scaled down for the CPU" in done.stdout
-        assert has_line(r"kernel  mla_cute\.reference on CPU$", done.stdout)
+        assert "scaled down for the cpu" in done.stdout
+        assert has_line(r"kernel  mla_cute\.reference on the CPU$", done.stdout)
         assert has_line(r"plan    66 parts, 85 blocks of 64 keys, \d+ splits \(4 of 4 requests", done.stdout)
         assert has_line(r"time    \d+\.\d ms a call$", done.stdout)
         assert has_line(r"ok ", done.stdout)
@@ -120,6 +120,7 @@ class TestDemo:
                 assert_good_table(printed.out.replace("nan", "0"), [40, 130], 64)
 
     def test_a_gpu_without_a_kernel_takes_the_reference(self, demo, capsys, monkeypatch):
+        monkeypatch.setattr(demo.shutil, "which", lambda name: None)  # and no C compiler
         interface._shipped_impl.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -132,9 +133,18 @@ class TestDemo:
         with pytest.raises(SystemExit, match="--device cuda: .*sm_75a"):
             demo.main(["--device", "cuda"])
 
+    @pytest.mark.emulate
     def test_without_a_gpu(self, demo, capsys, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert demo.main(SMALL[2:]) == 0
+        lengths = ["--seq-lens", "40", "90", "--topk", "64", "--layers", "1"]
+        assert demo.main(lengths) == 0
+        printed = capsys.readouterr().out
+        assert "No CUDA GPU: the Hopper kernel runs in the emulator." in printed
+        assert_good_table(printed, [40, 90], 64)
+        assert has_line(r"kernel  mla_cute\.sm90\.sparse_decode on the emulator$", printed)
+        assert has_line(r"time    \d+\.\d s for [\d,]{6,} instructions of a warp, without findings$", printed)
+        monkeypatch.setattr(demo.shutil, "which", lambda name: None)
+        assert demo.main(lengths) == 0
         assert "No CUDA GPU: this run takes the CPU reference." in capsys.readouterr().out
         with pytest.raises(SystemExit, match="--device cuda: torch sees no CUDA GPU"):
             demo.main(["--device", "cuda"])

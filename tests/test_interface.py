@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import math
+import os
 import re
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 import mla_cute
-from mla_cute import interface, reference, validate
-from mla_cute.testing import Case, assert_bitwise, make_inputs
+from mla_cute import emulator, interface, jit, reference, validate
+from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_bitwise, assert_close, make_inputs
 
 CASE = Case(b=3, h_q=5, s_q=2, s_kv=200, topk=133, page_block_size=16, topk_length=True, sink=True, holes=True)
 
@@ -335,9 +336,7 @@ class TestImpl:
     def test_cuda_takes_the_kernel_of_its_arch(self, monkeypatch):
         shipped = types.ModuleType("mla_cute.sm90.sparse_decode")
         monkeypatch.setitem(sys.modules, "mla_cute.sm90.sparse_decode", shipped)
-        here = interface.target(torch.device("cpu"))
-        arches = {0: "sm_90a", 1: "sm_80a"}
-        monkeypatch.setattr(interface, "target", lambda device, backend: here._replace(arch=arches[device.index]))
+        monkeypatch.setattr(jit, "arch_of", lambda device: {0: "sm_90a", 1: "sm_80a"}[device.index])
         interface._shipped_impl.cache_clear()
         try:
             assert mla_cute.select_impl("cuda:0") is shipped
@@ -468,3 +467,48 @@ class TestPackage:
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
         assert (done.returncode, done.stdout) == (0, "0.0 inf\n"), done.stderr
+
+
+class TestBackend:
+    def test_emulator_runs_the_kernel_of_the_session(self):
+        case = Case(b=2, h_q=5, topk=64, s_kv=100, topk_length=True, sink=True, holes=True)
+        x = make_inputs(case)
+        with emulator.session(num_sms=4) as s:
+            plan = mla_cute.plan_decode(x.q, x.indices, topk_length=x.topk_length, backend="emulator")
+            assert plan.num_parts == 4
+            out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=plan, backend="emulator")
+        assert [g.launch.kernel.rpartition("_")[0] for g in s.grids] == [
+            "mla_schedule_sm90",
+            "mla_sparse_decode_sm90",
+            "mla_combine",
+        ]
+        assert s.findings == []
+        ref_out, ref_lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())  # not remembered: the reference
+        assert_close(out, ref_out, **SPARSE_DECODE_OUT, name="out")
+        assert_close(lse, ref_lse, **SPARSE_DECODE_LSE, name="lse")
+        assert mla_cute.select_impl("cpu", backend="emulator").__name__ == "mla_cute.sm90.sparse_decode"
+
+    def test_by_the_environment(self):
+        code = (
+            "import torch, mla_cute\n"
+            "from mla_cute import emulator\n"
+            "from mla_cute.testing import Case, make_inputs\n"
+            "x = make_inputs(Case(b=1, h_q=3, topk=5, s_kv=9))\n"
+            "with emulator.session(num_sms=2) as s: mla_cute.sparse_decode(x.q, x.kv_cache, x.indices)\n"
+            "print(len(s.grids))"
+        )
+        env = {**os.environ, "MLA_CUTE_BACKEND": "emulator"}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["3"]
+
+    def test_bad(self):
+        x = make_inputs(Case(b=1, h_q=3, topk=5, s_kv=9))
+        refused(ValueError, "backend: must be None or", x.q, x.kv_cache, x.indices, backend="gpu")
+        with pytest.raises(ValueError, match="^backend: the emulator takes CPU tensors, got tensors on cuda:0"):
+            interface.target(torch.device("cuda", 0), "emulator")
+        with emulator.session(arch="sm_100a"), pytest.raises(NotImplementedError, match="no kernel|needs a GPU with"):
+            mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, backend="emulator")
+        large = torch.zeros(64, 2, 128, 576, dtype=torch.bfloat16), x.kv_cache, torch.zeros(64, 2, 2048, dtype=torch.int32)
+        refused(ValueError, "too large to emulate: 8192 blocks of keys take about 20 minutes;", *large, backend="emulator")
+        with emulator.session(num_sms=60_000), pytest.raises(ValueError, match="too large to emulate: .* CTAs take about"):
+            mla_cute.sparse_decode(x.q[:, :, :1], x.kv_cache, x.indices, backend="emulator")

@@ -24,8 +24,9 @@ from .decode import Program
 from .host import Compiled, HostFunction, Launch, compile_for_emulation
 from .machine import EmulationError, Finding, GlobalMemory, Grid, Options, run_launches
 
-MAX_SECONDS = 300.0  # an estimate above this is refused without `force`
-SECONDS_PER_THREAD_BLOCK = 0.012  # of a block that finds nothing to do (measured, one core)
+MAX_SECONDS = 600.0  # an estimate above this is refused without `force`
+SECONDS_PER_KEY_BLOCK = 0.15  # 64 keys by 64 heads in the Hopper kernel (measured, one core)
+SECONDS_PER_CTA = 0.006  # one that finds nothing to do (measured, one core)
 
 
 @dataclass
@@ -41,6 +42,16 @@ class Session:
     findings: list[Finding] = field(default_factory=list)
     grids: list[Grid] = field(default_factory=list)  # finished launches
     seconds: float = 0.0
+
+    def admit(self, key_blocks: int, ctas: int = 0) -> None:
+        """ValueError when what is to be run would take too long and was not forced."""
+        seconds = key_blocks * SECONDS_PER_KEY_BLOCK + ctas * SECONDS_PER_CTA
+        if seconds > MAX_SECONDS and not self.force:
+            work = f"{ctas} CTAs" if ctas else f"{key_blocks} blocks of keys"
+            raise ValueError(
+                f"too large to emulate: {work} take about {seconds / 60:.0f} minutes; "
+                "take a smaller shape, or a session with force=True"
+            )
 
 
 _session: ContextVar[Session | None] = ContextVar("_session", default=None)
@@ -96,12 +107,7 @@ class Emulated:
                 low, high = extent(t)
                 memory.add(low, high - low, f"argument {i} {list(t.shape)}", t)
         launches = self.host(s.num_sms)(*args)
-        blocks = sum(x.grid[0] * x.grid[1] * x.grid[2] for x in launches)
-        if blocks * SECONDS_PER_THREAD_BLOCK > MAX_SECONDS and not s.force:
-            raise ValueError(
-                f"too large to emulate: {blocks} blocks take {blocks * SECONDS_PER_THREAD_BLOCK / 60:.0f} minutes at least; "
-                "pass force=True (--force) to run them all the same"
-            )
+        s.admit(0, sum(x.grid[0] * x.grid[1] * x.grid[2] for x in launches))
         findings: list[Finding] = []
         try:
             pairs = [(self.program(launch.kernel), launch) for launch in launches]
