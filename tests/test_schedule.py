@@ -177,7 +177,7 @@ def closed_form(blocks, num_parts, overhead):
         y = x + payload
         next_req = int(np.searchsorted(cost, y, side="right")) - 1
         x = min(max(y - overhead, cost[next_req]), total)
-        assert y <= 2 * total + num_parts + overhead  # what _plan_on_gpu keeps below 2**31
+        assert y <= 2 * total + num_parts + overhead  # what _plan_by_kernel keeps below 2**31
         is_cut = int(x > cost[next_req])
         split = split + 1 if next_req == req else is_cut
         cuts.append((next_req, int(x - cost[next_req]), split, count + is_cut, num_cut + (split == 1)))
@@ -300,7 +300,7 @@ def test_device_plan_is_the_references(device, b, kind):
     # The reference takes 0.1 s for 65536 requests.
     for num_parts in (1, 2, 33, 66, 132, 148, 1024, 1025) if b <= 4096 else (33, 132, 1025):
         for tile_n, overhead in ((64, 5), (32, 0)) if b <= 4096 else ((64, 5),):
-            plan = schedule._plan_on_gpu(b, TOPK, on_device, num_parts, tile_n, overhead, device)
+            plan = schedule._plan_by_kernel(b, TOPK, on_device, num_parts, tile_n, overhead, device, target(device))
             assert_plan_is_reference(*plan, b, TOPK, lengths, tile_n, overhead)
 
 
@@ -313,7 +313,7 @@ def test_workspace_variant_on_small_batches(device, kind, monkeypatch):
     for b in (1, 74, 1025):
         lengths = make_lengths(kind, b)
         on_device = None if lengths is None else lengths.to(device)
-        plan = schedule._plan_on_gpu(b, TOPK, on_device, 132, 64, 5, device)
+        plan = schedule._plan_by_kernel(b, TOPK, on_device, 132, 64, 5, device, target(device))
         assert_plan_is_reference(*plan, b, TOPK, lengths)
 
 
@@ -362,7 +362,7 @@ def test_captured_plan_follows_the_lengths(device, b):
 def test_repeated_plans_are_equal(device):
     """A race between the steps would show as a difference sooner or later."""
     lengths = make_lengths("random", 4096).to(device)
-    first = schedule._plan_on_gpu(4096, TOPK, lengths, 132, 64, 5, device)
+    first = schedule._plan_by_kernel(4096, TOPK, lengths, 132, 64, 5, device, target(device))
     for _ in range(200):
-        again = schedule._plan_on_gpu(4096, TOPK, lengths, 132, 64, 5, device)
+        again = schedule._plan_by_kernel(4096, TOPK, lengths, 132, 64, 5, device, target(device))
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
