@@ -1,0 +1,92 @@
+"""The library's own kernels in the emulator: numbers of the reference, no findings, under several schedules."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import mla_cute
+import mla_cute.sm90.sparse_decode as sm90
+from mla_cute import emulator, reference, schedule, schedule_kernel
+from mla_cute.emulator import Options
+from mla_cute.target import target
+from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_bitwise, assert_close, make_inputs
+
+pytestmark = pytest.mark.emulate
+SCHEDULES = 8
+CONFIG = sm90.Config(fixed_overhead_blocks=1)  # so that small requests are split
+NAIVE = Path(__file__).parent.parent / "examples" / "naive_sparse_decode.py"
+
+# (case, SMs of the GPU that the plan is made for): 1 to 5 blocks of keys, split and whole requests, one or two tiles of heads.
+CASES = [
+    (Case(b=2, h_q=64, s_kv=90, topk=64, holes=True), 3),
+    (Case(b=3, h_q=64, s_kv=400, topk=320, topk_length=True, sink=True, holes=True, seed=2), 6),
+    (Case(b=1, h_q=64, s_kv=400, topk=300, sink=True), 4),
+    (Case(b=2, h_q=128, s_kv=200, topk=130, sink=True, duplicates=True), 6),
+    (Case(b=2, h_q=40, s_q=2, s_kv=150, topk=133, page_block_size=16, odd_rows=True, scales="random"), 4),
+    (Case(b=2, h_q=64, s_kv=100, topk=70, zero_length=True, sink=True), 3),
+    (Case(b=1, h_q=5, s_kv=70, topk=65, all_invalid=True, sink=True), 2),
+]
+
+
+@pytest.mark.parametrize("case, num_sms", CASES, ids=str)
+def test_sparse_decode(case, num_sms):
+    x = make_inputs(case)
+    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+    first = None
+    for n in range(SCHEDULES):
+        with emulator.session(num_sms=num_sms, options=Options.schedule(n)) as s:  # strict: a finding raises
+            result = mla_cute.sparse_decode(
+                x.q, x.kv_cache, x.indices, **x.kwargs(), config=CONFIG, backend="emulator"
+            )
+        assert s.findings == []
+        for name, ours, ref, tolerance in zip(
+            ("out", "lse"), result, expected, (SPARSE_DECODE_OUT, SPARSE_DECODE_LSE)
+        ):
+            assert_close(ours, ref, **tolerance, name=name)
+        first = first or result
+        assert_bitwise(result[0], first[0], name="out")  # whatever the order of the warps
+        assert_bitwise(result[1], first[1], name="lse")
+
+
+def test_the_cases_split_and_do_not_split():
+    """What the list above claims."""
+    splits = []
+    for case, num_sms in CASES:
+        x = make_inputs(case)
+        with emulator.session(num_sms=num_sms):
+            plan = mla_cute.plan_decode(
+                x.q, x.indices, topk_length=x.topk_length, config=CONFIG, backend="emulator"
+            )
+        splits += plan.num_splits.diff().tolist()
+    assert 1 in splits and max(splits) > 2
+
+
+@pytest.mark.parametrize("workspace", [False, True], ids=["shared", "workspace"])
+@pytest.mark.parametrize("lengths", [None, [200, 0, 77, 1], [64] * 70], ids=["uniform", "varied", "many"])
+def test_plan(lengths, workspace, monkeypatch):
+    monkeypatch.setattr(schedule_kernel, "needs_workspace", lambda b, num_parts: workspace)
+    b, topk = len(lengths or [0] * 5), 200
+    topk_length = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    keys = reference.sparse_num_keys(b, topk, topk_length)
+    for n in range(SCHEDULES):
+        for num_parts, overhead in ((1, 5), (7, 5), (40, 0)):
+            with emulator.session(options=Options.schedule(n)):
+                where = target(torch.device("cpu"), "emulator")
+                args = (b, topk, topk_length, num_parts, 64, overhead, torch.device("cpu"), where)
+                metadata, num_splits = schedule._plan_by_kernel(*args)
+            expected = reference.plan(keys, num_parts, tile_n=64, fixed_overhead_blocks=overhead)
+            assert_bitwise(metadata, expected[0], name="metadata")
+            assert_bitwise(num_splits, expected[1], name="num_splits")
+
+
+def test_naive_example():
+    x = make_inputs(Case(b=2, h_q=3, s_kv=60, topk=40, topk_length=True, sink=True, holes=True))
+    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+    for n in range(3):
+        with emulator.session(num_sms=2, options=Options.schedule(n)):
+            out, lse = mla_cute.sparse_decode(
+                x.q, x.kv_cache, x.indices, **x.kwargs(), impl=str(NAIVE), backend="emulator"
+            )
+        assert_close(out, expected[0], **SPARSE_DECODE_OUT, name="out")
+        assert_close(lse, expected[1], **SPARSE_DECODE_LSE, name="lse")
