@@ -49,6 +49,7 @@ class Decoder:
         self.module, self.kernel = module, kernel
         self.pool: list[tuple[str, object]] = []  # ("const", array) or ("special", name), behind the registers
         self._known: dict[tuple, int] = {}
+        self.before: dict[int, list[Callable[[Warp], None]]] = {}  # instruction -> what to do in front of it
         self.shared: dict[str, int] = {}  # name -> offset
         self.locals: dict[str, int] = {}
         at = RESERVED
@@ -188,6 +189,8 @@ class Program:
         self.decoder = d = Decoder(module, self.kernel)
         plan = hazards.plan(self.kernel)
         self.code = [decode(ins, d, pc, plan) for pc, ins in enumerate(self.kernel.instructions)]
+        for pc, hooks in d.before.items():
+            self.code[pc] = preceded(self.code[pc], hooks)
         self.code.append(_end)
         self.dynamic_offset = d.dynamic_offset
         dims = self.kernel.directives.get("reqnctapercluster") or ()
@@ -223,6 +226,15 @@ def decode(ins: Instruction, d: Decoder, pc: int, plan: hazards.Plan) -> Closure
     else:
         body = hazards.watched(body, pc, plan, None)
     return body if ins.guard is None else guarded(body, ins.guard.index, ins.guard_not)
+
+
+def preceded(body: Closure, hooks: list[Callable[[Warp], None]]) -> Closure:
+    def run(w: Warp):
+        for hook in hooks:
+            hook(w)
+        return body(w)
+
+    return run
 
 
 def find(ins: Instruction):

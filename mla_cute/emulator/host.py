@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from .. import jit
+from .tensormap import INTERLEAVES, L2_PROMOTIONS, Swizzle, TensorMap, element_of
 
 Dim3 = tuple[int, int, int]
 
@@ -52,6 +53,7 @@ class Launch:
     pdl: bool  # programmatic stream serialisation: may start before the launch ahead of it has ended
     cooperative: bool
     params: tuple[bytes, ...]  # one per .param of the entry, copied at the launch
+    preferred: Dim3 | None = None  # cluster size that the hardware may use instead
 
 
 class Compiled(NamedTuple):
@@ -119,7 +121,7 @@ class HostFunction:
         self._on_launch: Callable[[Launch], None] | None = None
         self._error: BaseException | None = None  # raised below the C code, which cannot let it through
         # The library calls these: they live as long as it does.
-        self._callbacks = _LaunchFn(self._launch), _AttributeFn(self._attribute)
+        self._callbacks = _LaunchFn(self._launch), _AttributeFn(self._attribute), _EncodeFn(self._encode)
         self._function = _load(object_file, symbol, self._callbacks)
 
     def __call__(self, *args, on_launch: Callable[[Launch], None] | None = None) -> list[Launch]:
@@ -165,6 +167,14 @@ class HostFunction:
             self._error = NotImplementedError(f"{self.symbol}: asks for cudaDeviceAttr {number}, not known here")
             return 1
         value[0] = self._attributes[number]
+        return 0
+
+    def _encode(self, target: int, *args) -> int:
+        try:
+            ctypes.memmove(target, _encode_tiled(*args), 128)
+        except (ValueError, LookupError) as e:
+            self._error = ValueError(f"{self.symbol}: cuTensorMapEncodeTiled: {e}")
+            return 1
         return 0
 
 
@@ -238,6 +248,41 @@ class _LaunchConfig(ctypes.Structure):  # cudaLaunchConfig_t
 _LaunchFn = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p))
 _AttributeFn = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int))
 
+_EncodeFn = ctypes.CFUNCTYPE(  # of cuTensorMapEncodeTiled
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.c_uint64,
+    *[ctypes.POINTER(ctypes.c_uint64)] * 2,
+    *[ctypes.POINTER(ctypes.c_uint32)] * 2,
+    *[ctypes.c_int] * 4,
+)
+# The driver's enumerations, in order.
+_DRIVER_TYPES = "u8 u16 u32 s32 u64 s64 f16 f32 f64 bf16 f32.ftz tf32 tf32.ftz b4x16 b4x16_p64 b6x16_p32".split()
+_DRIVER_SWIZZLES = {0: Swizzle.NONE, 1: Swizzle.B32, 2: Swizzle.B64, 3: Swizzle.B128} | {
+    4: Swizzle.B128_ATOM_32B,
+    6: Swizzle.B128_ATOM_64B,
+}
+
+
+def _encode_tiled(kind, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill) -> bytes:
+    """The 128-byte descriptor that the driver would make. strides: bytes, of all dims but the first."""
+    element = _DRIVER_TYPES[kind]
+    return TensorMap(
+        address,
+        element,
+        tuple(dims[:rank]),
+        (element_of(element).bits // 8, *strides[: rank - 1]),
+        tuple(box[:rank]),
+        tuple(steps[:rank]),
+        _DRIVER_SWIZZLES[swizzle],
+        INTERLEAVES[interleave],
+        bool(fill),
+        l2_promotion=L2_PROMOTIONS[promotion],
+    ).encode()
+
+
 COOPERATIVE, CLUSTER, SERIALISATION, PREFERRED_CLUSTER = 2, 4, 6, 11  # cudaLaunchAttributeID
 EVENTS = {7: "a programmatic event", 12: "a launch completion event"}  # the value begins with an event, null for none
 # Without effect on what a kernel computes: ignored entry, L2 access policy, stream synchronisation policy, cluster
@@ -260,15 +305,11 @@ def _read_launch(config: _LaunchConfig, kernel: str, params, param_sizes: Callab
         _flag(attributes.get(SERIALISATION)),
         _flag(attributes.get(COOPERATIVE)),
         tuple(ctypes.string_at(params[i], size) for i, size in enumerate(param_sizes(kernel))),
+        _dims(attributes.get(PREFERRED_CLUSTER)),
     )
     for number, value in attributes.items():
         if number in EVENTS and any(value[:8]):
             raise NotImplementedError(f"{kernel}: launched with {EVENTS[number]}, which the emulator does not model")
-        if number == PREFERRED_CLUSTER and (_dims(value) or cluster) != cluster:
-            raise NotImplementedError(
-                f"{kernel}: launched with clusters of {_dims(value)} or, as the hardware likes, {cluster} CTAs; the emulator "
-                "runs one size: pass the same twice"
-            )
         if number not in {COOPERATIVE, CLUSTER, SERIALISATION, PREFERRED_CLUSTER, *EVENTS, *HINTS}:
             raise NotImplementedError(f"{kernel}: launched with cudaLaunchAttribute {number}, unknown to the emulator")
     _check(launch)
@@ -349,16 +390,28 @@ typedef int (*launch_fn)(const void *config, const char *kernel, void **params);
 typedef int (*attribute_fn)(int number, int *value);
 static launch_fn on_launch;
 static attribute_fn on_attribute;
+typedef int (*encode_fn)(
+    void *, int, unsigned, void *, const void *, const void *, const void *, const void *, int, int, int, int
+);
+static encode_fn on_encode;
 
-__attribute__((visibility("default"))) void emulator_connect(launch_fn launch, attribute_fn attribute) {
+__attribute__((visibility("default"))) void emulator_connect(launch_fn launch, attribute_fn attribute, encode_fn encode) {
     on_launch = launch;
     on_attribute = attribute;
+    on_encode = encode;
 }
 
 STUB int _cudaLaunchKernelEx(const void *config, const void *kernel, void **params) {
     return on_launch(config, kernel, params);
 }
 STUB int _cudaDeviceGetAttribute(int *value, int number, int device) { return on_attribute(number, value); }
+
+STUB int _cuTensorMapEncodeTiled(
+    void *map, int type, unsigned rank, void *address, const void *dims, const void *strides, const void *box,
+    const void *steps, int interleave, int swizzle, int promotion, int fill
+) {
+    return on_encode(map, type, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill);
+}
 
 STUB int _cudaGetDeviceCount(int *count) { *count = 1; return 0; }
 STUB int _cudaGetDevice(int *device) { *device = 0; return 0; }
@@ -401,6 +454,7 @@ STUB int cuda_dialect_init_library_once(
     *state = library;
     return 0;
 }
+STUB void cuda_dialect_assert_success(int status) {}  /* what failed is known to Python */
 STUB void cuda_dialect_unload_library_once(void **state) {}
 STUB const char *cuda_dialect_get_error_name(int status) { return "emulator"; }
 STUB void CuteDSLRT_TVMFFISetRaisedCudaError(raise_parts_fn raise, int status) {

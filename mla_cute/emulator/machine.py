@@ -39,6 +39,7 @@ NOBODY = 0  # agent of memory that was never written
 MBARRIERS = 128  # at most, in one CTA
 ALL_LANES = np.ones(LANES, bool)
 MAX_FINDINGS = 50
+MAX_EARLY = 32  # clusters of a dependent launch that end before the launch ahead of it starts
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,37 @@ class Missing:
     # Python looks operators up in the class, not by __getattr__.
     __getitem__ = __invert__ = __neg__ = __add__ = __sub__ = __mul__ = __and__ = __or__ = __xor__ = _fault
     __lshift__ = __rshift__ = __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = _fault
+
+
+class Renamed(Missing):
+    """In place of a register's array: moves of registers that are still to be written. Compilers make them early, by name only.
+
+    pieces: of 2 bytes each, (what is in the register, its number, which half word of it).
+    """
+
+    def __init__(self, pieces: list[tuple]):
+        first = next(source for source, _, _ in pieces if isinstance(source, Missing))
+        super().__init__(first.kind, first.message)
+        self.pieces = pieces
+
+    def value(self, result: Callable[[object, int], np.ndarray | None]) -> np.ndarray | None:
+        """The array, when result(source, register) knows all of the sources."""
+        halves = []
+        for source, register, half in self.pieces:
+            v = result(source, register) if isinstance(source, Missing) else source
+            if v is None:
+                return None
+            halves.append(np.ascontiguousarray(v).view(np.uint16).reshape(LANES, -1)[:, half])
+        return np.stack(halves, axis=1).view(f"u{2 * len(halves)}")[:, 0]
+
+
+def pieces_of(value, register: int, nbytes: int) -> list[tuple]:
+    """As in `Renamed`, of a register of `nbytes` bytes. Fault when the value is missing for good."""
+    if type(value) is Renamed:
+        return value.pieces
+    if (type(value) is not np.ndarray and not getattr(type(value), "may_move", False)) or nbytes < 2:
+        value._fault()
+    return [(value, register, half) for half in range(nbytes // 2)]
 
 
 UNDEFINED = Missing("uninitialised", "reads a register that nothing was written to")
@@ -331,6 +363,7 @@ class Warp:
         self.relaxed: np.ndarray | None = None  # what relaxed waits have seen; a fence acquires it
         self.loads: dict[int, tuple[Cta, np.ndarray]] = {}  # pc -> granules of loads that may not be done, see hazards
         self.met: set[int] = set()  # ranks of the CTAs that are known to have started
+        self.renamed: set[int] = set()  # registers that hold a Renamed
         self.tcgen05 = None  # the warp's tensor memory accesses, see ops_tcgen05
         self.waited_relaxed = np.zeros(cta.cluster.clock_size, np.int32)  # clock of relaxed waits, for tcgen05.fence
         self.local: dict[str, np.ndarray] = {}
@@ -404,6 +437,24 @@ class Warp:
         if self.wgmma is not None and self.wgmma.all():
             self.machine.add(Finding("in_flight", "ends while wgmmas are in flight; wgmma.wait_group is missing", self.place()))
 
+    def rename(self, out: int, pieces: list[tuple]) -> None:
+        self.regs[out] = Renamed(pieces)
+        self.renamed.add(out)
+
+    def settle(self, result: Callable[[object, int], np.ndarray | None]) -> list[int]:
+        """Give the moved registers whose sources are known now their values; returns which."""
+        settled = []
+        for i in list(self.renamed):
+            value = self.regs[i]
+            if type(value) is Renamed:
+                value = value.value(result)
+                if value is None:
+                    continue
+                self.regs[i] = value
+                settled.append(i)
+            self.renamed.discard(i)
+        return settled
+
     def need_defined(self, value: np.ndarray, use: str) -> None:
         """Fault when an active lane's value comes from memory that nothing was written to."""
         if type(value) is Tainted:
@@ -458,6 +509,12 @@ class Warp:
             raise Fault("race", f"accesses shared memory of CTA {cta.rank}, which has ended")
         cta.visitors[agent] = max(int(epoch), cta.visitors.get(agent, (0,))[0]), self.agent, self.pc - 1
 
+    def visit_barrier(self, cta: Cta, barrier: Mbarrier) -> None:
+        """Of an arrival: `cta` must know, before it ends, that the phase is complete or what this warp has done so far."""
+        if cta.done:
+            raise Fault("race", f"arrives at a barrier of CTA {cta.rank}, which has ended")
+        cta.arrivals[barrier.agent, self.agent] = barrier.phase + 1, int(self.clock[0, self.agent]), self.pc - 1
+
     def shared_index(self, addresses: np.ndarray, size: int) -> tuple[Cta, np.ndarray]:
         """(CTA, offsets) of accesses of `size` bytes; all in one CTA, in bounds and aligned. Inactive lanes are ignored."""
         if type(addresses) is Tainted:
@@ -505,7 +562,10 @@ class Warp:
             if not unwritten.any():
                 unwritten = None
         epochs, pcs = s.reader(agent)
-        epochs[granules] = self.clock[0, agent] if epoch is None else epoch
+        if agent == self.agent:
+            epochs[granules] = self.clock[0, agent] if epoch is None else epoch
+        else:  # of a warpgroup: another warp may be ahead
+            epochs[granules] = np.maximum(epochs[granules], epoch)
         pcs[granules] = self.pc - 1
         s.read_mask[granules] |= bit
         if cta is not self.cta:
@@ -598,7 +658,9 @@ class Cta:
         self.named = [NamedBarrier(cluster.clock_size) for _ in range(16)]
         self.mbarriers: dict[int, Mbarrier] = {}
         self.slots: dict[int, int] = {}  # offset -> slot of its agent
+        self.phases: dict[int, int] = {}  # offset -> phases of the mbarriers that were there before
         self.visitors: dict[int, tuple[int, int, int]] = {}  # agent -> epoch to know before the end, who said so, its pc
+        self.arrivals: dict[tuple[int, int], tuple[int, int, int]] = {}  # (mbarrier's agent, warp's) -> epochs of both, pc
         self.done = False
         self.tmem = None  # see ops_tcgen05
         self.warps: list[Warp] = []
@@ -610,11 +672,10 @@ class Cta:
             raise Fault("unsupported", f"more than {MBARRIERS} mbarriers in a CTA")
         cluster = self.cluster
         agent = 1 + len(cluster.ctas) * cluster.warps_per_cta + self.rank * MBARRIERS + slot
-        old = self.mbarriers.get(offset)
         new = Mbarrier(offset, count, agent, cluster.clock_size)
-        if old:  # initialised again: epochs of its agent go on
-            new.phase = old.phase + (old.phase & 1)  # an even number of phases, as parity starts anew
-            new.done[:, agent] = new.phase
+        phase = self.phases.get(offset, 0)  # there was one before: epochs of its agent go on
+        new.phase = phase + (phase & 1)  # an even number of phases, as parity starts anew
+        new.done[:, agent] = new.phase
         new.init_agent, new.init_epoch = warp.agent, int(warp.clock[0, warp.agent])
         granules = np.arange(offset // GRANULE, (offset + 8) // GRANULE)
         warp.note_write(self, granules)
@@ -623,6 +684,7 @@ class Cta:
 
     def drop_mbarrier(self, barrier: Mbarrier) -> None:
         del self.mbarriers[barrier.offset]
+        self.phases[barrier.offset] = barrier.phase + 1
         granules = np.arange(barrier.offset // GRANULE, (barrier.offset + 8) // GRANULE)
         self.shared.write_agent[granules], self.shared.write_epoch[granules] = NOBODY, 1
 
@@ -645,11 +707,14 @@ class Cta:
             self.tmem.at_exit(warp)
         self.done = True
         known = np.maximum.reduce([w.clock[0] for w in self.warps])
+        text = "the last warp of the CTA ends without knowing that {} to its shared memory is done"
         for agent, (epoch, by, pc) in self.visitors.items():
             if known[agent] < epoch:
-                what = "an arrival or a copy" if self.owns(agent) else "an access"
-                text = f"the last warp of the CTA ends without knowing that {what} from elsewhere to its shared memory is done"
-                warp.report("race", text, by, pc)
+                what = "a copy" if self.owns(agent) else "an access from elsewhere"
+                warp.report("race", text.format(what), by, pc)
+        for (barrier, by), (phase, epoch, pc) in self.arrivals.items():
+            if known[barrier] < phase and known[by] < epoch:
+                warp.report("race", text.format("an arrival from elsewhere"), by, pc)
 
 
 class Cluster:
@@ -731,12 +796,39 @@ class Cluster:
             self.grid.trace.finished(self, op)
 
 
+class Spin:
+    """Finds warps that go round in a loop in which nothing changes: same place, same registers, and no progress since."""
+
+    AFTER = 20_000  # instructions without progress before it looks
+
+    def __init__(self):
+        self.seen: dict[Warp, tuple[int, int, np.ndarray, list]] = {}  # idle, pc, mask, registers
+        self.found: set[Warp] = set()
+
+    def clear(self) -> None:
+        if self.seen:
+            self.seen.clear()
+            self.found.clear()
+
+    def all(self, warps: list[Warp]) -> bool:
+        return bool(self.found) and all(w in self.found for w in warps)
+
+    def look(self, w: Warp, idle: int) -> None:
+        since, pc, mask, registers = self.seen.get(w, (0, -1, w.mask, ()))
+        same = pc == w.pc and not w.done and (mask == w.mask).all()
+        if same and all(a is b or (type(a) is type(b) is np.ndarray and (a == b).all()) for a, b in zip(registers, w.regs)):
+            self.found.add(w)
+        elif idle > 2 * since:
+            self.seen[w] = idle, w.pc, w.mask, list(w.regs)
+
+
 class Async:
     """An operation in flight."""
 
     def __init__(self, run: Callable[[], None], name: str, after: Async | None, warp: Warp | None, pc: int):
         self.run, self.name, self.after, self.done = run, name, after, False
         self.warp, self.pc = warp, pc  # that started it
+        self.epoch = int(UNFINISHED)  # of a cp.async: the warp's, from which on it is known to be done
 
     def finish(self) -> None:
         self.run()
@@ -755,10 +847,14 @@ class Grid:
         self.findings, self.trace = findings, trace
         self.rng = random.Random(f"{options.seed} {launch.kernel}")
         self.dependency_met = True  # griddepcontrol.wait: the launch before has ended
+        self.cta_group: int | None = None  # of the kernel's tcgen05 instructions
         self.active: list[Cluster] = []
         self.current: Warp | None = None  # the warp that runs
         self.time = 0  # instructions run so far
         size = launch.cluster if launch.cluster != (1, 1, 1) else program.cluster
+        if launch.preferred and not any(g % c for g, c in zip(launch.grid, launch.preferred)):
+            # Hardware may mix both sizes in one launch; here all clusters are of one of them.
+            size = {"eager": size, "lazy": launch.preferred}.get(options.policy) or self.rng.choice((size, launch.preferred))
         self.cluster_dims = size
         if any(g % c for g, c in zip(launch.grid, size)):
             raise Fault("launch", f"grid {launch.grid} is no multiple of the cluster {size}")
@@ -796,11 +892,15 @@ class Grid:
                 raise EmulationError(self.findings)
 
     def run(self, early: int = 0) -> None:
-        """Run everything; with early > 0 only that many clusters, until they end or wait for the launch before this one."""
+        """Run everything; with early > 0 only so much that that many clusters wait for the launch before this one."""
         if early:
             self.dependency_met = False
-            self.fill(early)
-            self.loop()
+            for _ in range(MAX_EARLY):  # clusters that do not wait at all
+                self.fill(early)
+                if self.active:
+                    self.loop()
+                if len(self.active) == early:
+                    break
             return
         self.dependency_met = True
         while self.waiting or self.active:
@@ -814,7 +914,7 @@ class Grid:
     def loop(self) -> None:
         """Until a cluster ends, or nothing can go on before the launch ahead has ended."""
         rng, lazy = self.rng, self.options.policy == "lazy"
-        idle, progress, gave_up = 0, -1, False
+        idle, progress, gave_up, spin = 0, -1, False, Spin()
         warps = [w for c in self.active for w in c.warps if not w.done]
         while True:
             ready = []
@@ -827,9 +927,10 @@ class Grid:
             now = sum(c.progress for c in self.active)
             if now != progress:
                 idle, progress, gave_up = 0, now, False
+                spin.clear()
             if ready and lazy and idle > 2000 and self.finish_async():  # nothing else makes progress
                 continue
-            if ready:
+            if ready and idle <= self.options.max_idle and not spin.all(ready):
                 w = rng.choices(ready, [w.weight for w in ready])[0] if len(ready) > 1 else ready[0]
                 n = self.run_warp(w, rng.choice((1, 4, 16, 64, 256)))
                 idle += n
@@ -843,22 +944,24 @@ class Grid:
                         return
                 if not lazy and rng.random() < 0.3:
                     self.finish_async()
-                if idle > self.options.max_idle:
-                    self.stuck(warps, "livelock", f"{idle} instructions without progress")
+                elif idle > Spin.AFTER:
+                    spin.look(w, idle)
             elif self.finish_async():
                 idle = 0
-            elif not warps:
+            elif not warps or (not self.dependency_met and (ready or any(map(_depends, warps)))):
                 return
-            elif not self.dependency_met and any(w.wait and w.wait.text() == DEPENDENCY for w in warps):
-                return
-            elif not gave_up and any(w.wait.give_up for w in warps):
+            elif not gave_up and any(w.wait and w.wait.give_up for w in warps):
                 for w in warps:  # instructions with a time limit may return without success
-                    if w.wait.give_up:
+                    if w.wait and w.wait.give_up:
                         self.resume(w, w.wait.give_up)
                 gave_up = True
             elif self.waiting and len(self.active) < 8:
                 self.fill(len(self.active) + 1)  # perhaps it waits for another block
                 warps = [w for c in self.active for w in c.warps if not w.done]
+                idle = 0
+                spin.clear()
+            elif ready:
+                self.stuck(warps, "livelock", f"{idle} instructions without progress")
             else:
                 self.stuck(warps, "deadlock", "no warp can go on")
 
@@ -926,6 +1029,10 @@ class Grid:
 
 
 DEPENDENCY = "waits for the launch before this one"
+
+
+def _depends(w: Warp) -> bool:
+    return w.wait is not None and w.wait.text() == DEPENDENCY
 
 
 def run_launches(pairs: list[tuple], memory: GlobalMemory, options: Options, trace=None) -> tuple[list[Finding], list[Grid]]:

@@ -146,6 +146,29 @@ def store(ins: Instruction, d: Decoder) -> Closure:
     return run
 
 
+@op("st.bulk")
+def store_bulk(ins: Instruction, d: Decoder) -> Closure:
+    """Zeros to a part of the CTA's own shared memory."""
+    at, count = d.uniform_each(ins.operands[0]), d.uniform_each(ins.operands[1], "b64")
+    window = 0 if "shared::cta" in ins.parts else SHARED_WINDOW
+
+    def run(w: Warp):
+        for lane in w.lanes():
+            address, n = at(w, lane) - window, count(w, lane)
+            if address % 8 or n % 8:
+                raise Fault("misaligned", f"st.bulk of {n} bytes at {address:#x}: must be multiples of 8")
+            if n and w.shared(address) is not w.cta:
+                raise Fault("out_of_bounds", f"st.bulk at {address:#x}, not in the CTA's own shared memory")
+            if n:
+                low = address & OFFSET_MASK
+                w.check_range(w.cta, low, low + n)
+                w.note_write(w.cta, np.arange(low // GRANULE, (low + n) // GRANULE))
+                w.cta.shared.data[low : low + n] = 0
+        w.cta.cluster.progress += 1
+
+    return run
+
+
 # ----- by state space: read(warp, addresses [32], bytes an element, elements) -> [32, elements] --------------------------
 
 
@@ -169,7 +192,8 @@ def read_shared(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.nda
     values = data[(offsets // size)[:, None] + np.arange(count)]
     if unwritten is None:
         return values
-    lanes = unwritten.reshape(LANES, count, -1).any(2) if unwritten.size % (LANES * count) == 0 else unwritten.reshape(LANES, -1)
+    per_item = unwritten.size % (LANES * count) == 0
+    lanes = unwritten.reshape(LANES, count, -1).any(2) if per_item else unwritten.reshape(LANES, -1)
     return tainted(values, lanes & w.mask[:, None], f"shared memory that nothing was written to, loaded at {w.place()}")
 
 

@@ -6,16 +6,28 @@ import numpy as np
 
 from . import numeric
 from .decode import UINT, Closure, Decoder, UnsupportedInstruction, op
-from .machine import ALL_LANES, LANES, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, UNDEFINED, Fault, Warp
+from .machine import (
+    ALL_LANES,
+    LANES,
+    LOCAL_WINDOW,
+    PARAM_WINDOW,
+    SHARED_WINDOW,
+    UNDEFINED,
+    Fault,
+    Missing,
+    Warp,
+    pieces_of,
+)
 from .ptx import TYPE_BYTES, Instruction, Label, Not, Pair, Reg, Special, Vector
 from .taint import Tainted, plain
 
 LANE = np.arange(LANES)
-ALU = (
-    "abs add addc and bfe bfi bfind bmsk brev clz cnot copysign cos cvt div dp2a dp4a ex2 fma fns lg2 lop3 mad mad24 madc max "
-    "min mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shl shr sin slct sqrt sub subc szext tanh testp "
-    "xor"
-).split()
+ALU = [
+    "abs", "add", "addc", "and", "bfe", "bfi", "bfind", "bmsk", "brev", "clz", "cnot", "copysign", "cos", "cvt", "div",
+    "dp2a", "dp4a", "ex2", "fma", "fns", "lg2", "lop3", "mad", "mad24", "madc", "max", "min", "mul", "mul24", "neg",
+    "not", "or", "popc", "prmt", "rcp", "rem", "rsqrt", "sad", "selp", "set", "setp", "shf", "shl", "shr", "sin",
+    "slct", "sqrt", "sub", "subc", "szext", "tanh", "testp", "xor",
+]  # fmt: skip
 
 
 @op(*ALU)
@@ -101,6 +113,14 @@ def _plain(fn, idx: list[int], out: int) -> Closure:
     return run
 
 
+class Packed(Missing):
+    """Registers packed into one, some of them without a value: compilers do so. It can be unpacked again, no more."""
+
+    def __init__(self, parts: list):
+        super().__init__(UNDEFINED.kind, UNDEFINED.message)
+        self.parts = parts
+
+
 @op("mov")
 def mov(ins: Instruction, d: Decoder) -> Closure:
     target, source = ins.operands
@@ -110,9 +130,21 @@ def mov(ins: Instruction, d: Decoder) -> Closure:
         if len(items) == 4:
             items = d.regs(source, {4: "b8", 8: "b16", 16: "b32"}[TYPE_BYTES[kind]])
 
+        item_bytes = TYPE_BYTES[kind] // len(items)
+
         def pack(w: Warp):
-            parts = np.stack([w.regs[i] for i in items], axis=1)
+            if w.full and any(w.regs[i] is UNDEFINED for i in items):
+                w.regs[out] = Packed([w.regs[i] for i in items])
+                return
+            try:
+                parts = np.stack([w.regs[i] for i in items], axis=1)
+            except Fault:
+                if not w.full or kind == "b128":
+                    raise
+                return w.rename(out, [p for i in items for p in pieces_of(w.regs[i], i, item_bytes)])
             w.write(out, parts.view(np.uint64) if kind == "b128" else parts.view(UINT[TYPE_BYTES[kind]])[:, 0])
+            if w.wgmma is not None:
+                w.wgmma.note_move([w.regs[i] for i in items], [w.regs[out]])
 
         return pack
     if isinstance(target, Vector):  # unpack
@@ -120,10 +152,23 @@ def mov(ins: Instruction, d: Decoder) -> Closure:
         width = UINT[TYPE_BYTES[kind] // len(outs)]
 
         def unpack(w: Warp):
+            if type(w.regs[i]) is Packed and w.full and len(w.regs[i].parts) == len(outs):
+                for out, part in zip(outs, w.regs[i].parts):
+                    if out >= 0:
+                        w.regs[out] = part
+                return
+            if isinstance(w.regs[i], Missing) and w.full:
+                pieces, n = pieces_of(w.regs[i], i, TYPE_BYTES[kind]), np.dtype(width).itemsize // 2
+                for k, out in enumerate(outs):
+                    if out >= 0:
+                        w.rename(out, pieces[k * n : k * n + n])
+                return
             parts = w.regs[i].reshape(LANES, -1).view(width)
             for n, out in enumerate(outs):
                 if out >= 0:
-                    w.write(out, np.ascontiguousarray(parts[:, n]))
+                    w.write(out, parts[:, n].copy())  # keeps a taint
+            if w.wgmma is not None:
+                w.wgmma.note_move([w.regs[i]], [w.regs[o] for o in outs if o >= 0])
 
         return unpack
     if isinstance(source, Special) and source.name.startswith(("%clock", "%globaltimer")):
@@ -133,9 +178,11 @@ def mov(ins: Instruction, d: Decoder) -> Closure:
 
     def move(w: Warp):
         v = w.regs[i]
-        if v is UNDEFINED and w.full:  # a copy is no use of it
+        if (v is UNDEFINED or type(v) is Packed) and w.full:  # a copy is no use of it
             w.regs[out] = v
             return
+        if isinstance(v, Missing) and w.full and dtype is not None:
+            return w.rename(out, pieces_of(v, i, dtype.itemsize))
         if v.dtype != dtype and dtype is not None:
             v = v.astype(dtype)
         w.regs[out] = v if w.full else w.merged(w.regs[out], v)

@@ -178,13 +178,14 @@ def mbarrier_arrive(ins: Instruction, d: Decoder) -> Closure:
     relaxed = "relaxed" in ins.parts
 
     def run(w: Warp):
-        clock = w.fenced if relaxed else w.release()
         addresses = at(w)
+        for lane in w.lanes():
+            if int(addresses[lane]) >> RANK_SHIFT != w.cta.rank:
+                w.visit_barrier(w.shared(int(addresses[lane])), w.mbarrier(int(addresses[lane])))
+        clock = w.fenced if relaxed else w.release()
         state = np.zeros(LANES, np.uint64)
         for lane in w.lanes():
             barrier = w.mbarrier(int(addresses[lane]))
-            if int(addresses[lane]) >> RANK_SHIFT != w.cta.rank:
-                w.visit(w.shared(int(addresses[lane])), barrier.agent, barrier.phase + 1)
             state[lane] = barrier.phase
             count = 1
             if expect:
@@ -232,11 +233,8 @@ def mbarrier_wait(ins: Instruction, d: Decoder) -> Closure:
         value = int(w.regs[state][lane])
         if len({int(a) for a in addresses[w.mask]}) > 1:
             raise Fault("unsupported", "the lanes of a warp wait for different mbarriers")
-        if parity:
-            # The phase in progress has parity phase & 1: the other parity is that of the phase before it.
-            wanted = barrier.phase + ((barrier.phase & 1) == (value & 1))
-        else:
-            wanted = value + 1
+        # The phase in progress has parity phase & 1: the other parity is that of the phase before it.
+        wanted = barrier.phase + ((barrier.phase & 1) == (value & 1)) if parity else value + 1
 
         def success(w: Warp):
             if not relaxed:
@@ -290,7 +288,7 @@ def fence(ins: Instruction, d: Decoder) -> Closure:
 
         return init
     if any(p.startswith("proxy") for p in parts):
-        if "proxy" in parts and parts & {"async", "async::generic", "async.global"} or any("async" in p for p in parts):
+        if any("async" in p for p in parts):
             # A fence of global memory only says nothing about shared memory.
             if "global" in parts:
                 return lambda w: None

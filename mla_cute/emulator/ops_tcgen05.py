@@ -2,7 +2,8 @@
 
 mma, cp and shift are asynchronous: a CTA (with cta_group::2 a pair of CTAs) does them one after another in the order of
 their issue, some time until the arrival of a tcgen05.commit behind them. A st is done some time until tcgen05.wait::st; a
-ld is done at once, but what it read counts as being read until tcgen05.wait::ld.
+ld is done at once, but what it read counts as being read until tcgen05.wait::ld, or until one of its registers is used:
+PTX respects these dependencies, and kernels rely on it.
 
 Who may rely on what is kept as for shared memory, in cells of 16 lanes and one column. What the tensor core does for a warp
 is an agent of its own (`Warp.tensor_agent`), its clock counts the warp's mma, cp and shift; a commit's arrival passes it on.
@@ -25,6 +26,7 @@ from .machine import (
     NOBODY,
     OFFSET_MASK,
     RESERVED,
+    UNDEFINED,
     UNFINISHED,
     Async,
     Cta,
@@ -38,7 +40,7 @@ from .matrix import TMEM_COLUMNS, TMEM_LANES, TmemMap
 from .ops_memory import write_shared
 from .ops_sync import shared_address
 from .ptx import Const, Instruction, Kernel, Memory, Vector
-from .taint import tainted
+from .taint import Tainted, plain, taint_of, tainted
 
 CELL_LANES = 16
 CELLS = TMEM_LANES // CELL_LANES * TMEM_COLUMNS
@@ -203,7 +205,7 @@ def tmem(cta: Cta) -> Tmem:
 def pair(w: Warp, group: int, running: bool = True) -> list[Cta]:
     """The CTAs that an operation works on, the even one first. running: they must not have ended."""
     grid = w.machine
-    used = grid.__dict__.setdefault("cta_group", group)
+    used = grid.cta_group = grid.cta_group or group
     if used != group:
         grid.add(
             Finding("tcgen05", f"tcgen05 with cta_group::{group} in a kernel that uses cta_group::{used}", w.place())
@@ -221,7 +223,7 @@ def pair(w: Warp, group: int, running: bool = True) -> list[Cta]:
 
 def pipeline(w: Warp) -> Tmem:
     """Whose `last` the warp's operations queue behind."""
-    return tmem(w.cta.cluster.ctas[w.cta.rank & ~1] if w.machine.__dict__.get("cta_group") == 2 else w.cta)
+    return tmem(w.cta.cluster.ctas[w.cta.rank & ~1] if w.machine.cta_group == 2 else w.cta)
 
 
 # ----- what a warp has in flight --------------------------------------------------------------------------------------
@@ -232,9 +234,10 @@ class State:
 
     def __init__(self, w: Warp):
         self.warp = w
-        self.loads: list[np.ndarray] = []  # the cells of tcgen05.lds without a wait so far
+        self.loads: list[tuple[int, np.ndarray]] = []  # pc and cells of tcgen05.lds that may not be done
         self.stores: list[tuple[Async, np.ndarray]] = []  # and their cells
         self.serial = 0  # of the last mma, cp or shift
+        self.last: dict[int, int] = {}  # lane -> serial of its last one: commit is for those of its thread only
         self.issued = [0]  # serial -> the warp's epoch then
         self.fenced = np.zeros_like(w.clock[0])  # known to tensor memory accesses, through after_thread_sync
         self.released: np.ndarray | None = None  # the clock at before_thread_sync
@@ -454,7 +457,9 @@ def load(ins: Instruction, d: Decoder) -> Closure:
     outs = d.outs(ins.operands[0])
     if len(outs) != form.registers:
         raise ValueError(f"{len(outs)} registers, the shape has {form.registers}")
-    early = early_use(d.kernel, ins)
+    pc = next(i for i, other in enumerate(d.kernel.instructions) if other is ins)
+    for use in first_uses(d.kernel, pc):
+        d.before.setdefault(use, []).append(lambda w: loads_done(w, pc))
 
     def run(w: Warp):
         flat, cells = locate(w)
@@ -469,38 +474,50 @@ def load(ins: Instruction, d: Decoder) -> Closure:
         for i, value in zip(outs, values):
             if i >= 0:
                 w.regs[i] = value
-        state(w).loads.append(cells)
-        if early is not None:
-            other = w.machine.place(w.cta, w.index, early)
-            w.machine.add(Finding("in_flight", "a register of it is used before tcgen05.wait::ld", w.place(), other))
+        state(w).loads.append((pc, cells))
 
     return run
 
 
-def early_use(kernel: Kernel, load: Instruction) -> int | None:
-    """The first instruction, moves aside, that reads a register of a tcgen05.ld on a way without tcgen05.wait::ld.
+def first_uses(kernel: Kernel, load: int) -> list[int]:
+    """Instructions that read a register of a tcgen05.ld first, on ways without tcgen05.wait::ld.
 
-    Moves are ignored: compilers put them anywhere, and ptxas makes none of them.
+    Moves are no use: they may be no instruction at all on hardware.
     """
-    code = kernel.instructions
-    start = next(i for i, ins in enumerate(code) if ins is load)
-    registers = hazards._registers(load)[1]
-    todo, seen = hazards._next(code, start), set()
+    code, uses = kernel.instructions, []
+    registers = hazards._registers(code[load])[1]
+    todo, seen = hazards._next(code, load), set()
     while todo:
         at = todo.pop()
         if at in seen or at >= len(code):
             continue
         seen.add(at)
         ins = code[at]
-        if ins.parts[1:2] == ("wait::ld",) and ins.guard is None:
-            continue
         reads, writes = hazards._registers(ins)
-        if reads & registers:
-            if ins.parts[0] != "mov":
-                return at
+        done = ins.parts[1:2] == ("wait::ld",)
+        if reads & registers and ins.parts[0] == "mov":
             registers = registers | writes
-        todo += hazards._next(code, at)
-    return None
+        elif reads & registers:
+            uses.append(at)
+            done = True
+        if not done or ins.guard is not None:
+            todo += hazards._next(code, at)
+    return uses
+
+
+def loads_done(w: Warp, pc: int | None = None) -> None:
+    """All tcgen05.lds of the warp have read, or those of the instruction at `pc`."""
+    s = w.tcgen05
+    if s is None or not s.loads:
+        return
+    epochs, _ = tmem(w.cta).reader(w.agent)
+    done = [load for load in s.loads if pc is None or load[0] == pc]
+    s.loads = [load for load in s.loads if pc is not None and load[0] != pc]
+    for _, cells in done:
+        mine = epochs[cells]
+        epochs[cells] = np.where(mine == UNFINISHED, w.clock[0, w.agent], mine)
+    for _, cells in s.loads:  # some of the cells that others of them read too
+        epochs[cells] = UNFINISHED
 
 
 @op("tcgen05.st")
@@ -509,20 +526,24 @@ def store(ins: Instruction, d: Decoder) -> Closure:
     sources = d.regs(ins.operands[-1])
     if len(sources) != form.registers:
         raise ValueError(f"{len(sources)} registers, the shape has {form.registers}")
+    nothing = tainted(np.zeros(LANES, np.uint32), np.ones(LANES, bool), UNDEFINED.message)
 
     def run(w: Warp):
         flat, cells = locate(w)
         memory = tmem(w.cta)
-        for i in sources:
-            w.need_defined(w.regs[i], "a value stored to tensor memory")
-        values = np.stack([np.asarray(w.regs[i]) for i in sources]).view(np.uint32)
+        registers = [nothing if w.regs[i] is UNDEFINED else w.regs[i] for i in sources]
+        values = np.stack([plain(r) for r in registers]).view(np.uint32)
+        defined = True  # undefined values may be stored, but not be used by those who load them
+        if any(type(r) is Tainted for r in registers):
+            defined = ~np.stack([np.broadcast_to(taint_of(r), LANES) for r in registers])
+            defined = defined[:, None] if form.pack else defined
         if form.pack:
             values = matrix.unpack_words(values)
         memory.note_write(w, cells, w.agent, int(UNFINISHED))
 
         def do():
             memory.data[flat] = values
-            memory.written[flat] = True
+            memory.written[flat] = defined
 
         state(w).stores.append((w.cta.cluster.start(do, "tcgen05.st"), cells))
 
@@ -533,14 +554,7 @@ def store(ins: Instruction, d: Decoder) -> Closure:
 def wait_load(ins: Instruction, d: Decoder) -> Closure:
     def run(w: Warp):
         w.need_all("tcgen05.wait::ld")
-        loads = state(w).loads
-        if not loads:
-            return
-        epochs, _ = tmem(w.cta).reader(w.agent)
-        for cells in loads:
-            mine = epochs[cells]
-            epochs[cells] = np.where(mine == UNFINISHED, w.clock[0, w.agent], mine)
-        state(w).loads = []
+        loads_done(w)
 
     return run
 
@@ -572,9 +586,10 @@ def wait_store(ins: Instruction, d: Decoder) -> Closure:
 class Operation:
     """An mma, cp or shift being issued by a lane: its checks, in the name of the warp's tensor agent."""
 
-    def __init__(self, w: Warp, what: str):
+    def __init__(self, w: Warp, lane: int, what: str):
         s = state(w)
         s.serial += 1
+        s.last[int(lane)] = s.serial
         s.issued.append(int(w.clock[0, w.agent]))
         self.w, self.what, self.serial = w, what, s.serial
 
@@ -592,12 +607,16 @@ class Operation:
         flat, cells, columns = place(words, address)
         memory.check_allocated(columns, self.what)
         memory.note_read(self.w, cells, self.w.tensor_agent, self.serial)
-        self.need_written(memory, flat)
-        return lambda: memory.data[flat]
+        self.need_written(memory, cells)
 
-    def need_written(self, memory: Tmem, flat: np.ndarray) -> None:
-        """That somebody wrote the words, or will have by now: an operation of the tensor core, a store in flight."""
-        cells = _cells(flat.reshape(-1))[0]
+        def values() -> np.ndarray:
+            self.need_defined(memory, flat)
+            return memory.data[flat]
+
+        return values
+
+    def need_written(self, memory: Tmem, cells: np.ndarray) -> None:
+        """At the issue: somebody wrote there, or will have, an operation of the tensor core or a store in flight."""
         unwritten = memory.write_agent[cells] == NOBODY
         if unwritten.any():
             cell = int(cells[unwritten][0])
@@ -606,6 +625,14 @@ class Operation:
                 "uninitialised",
                 f"{self.what} reads tensor memory lane {lane}, column {column}, which nothing was written to",
             )
+
+    def need_defined(self, memory: Tmem, flat: np.ndarray) -> None:
+        """When the operation is done: every word has a value."""
+        defined = memory.written[flat]
+        if not defined.all():
+            lane, column = divmod(int(flat[~defined][0]), TMEM_COLUMNS)
+            text = f"{self.what} reads tensor memory lane {lane}, column {column}, which nothing was written to"
+            raise Fault("uninitialised", text)
 
     def write(self, cta: Cta, words: TmemMap, address: int, lanes: np.ndarray | None = None) -> np.ndarray:
         """Check a write; returns the flat indices. lanes: bool [128], those that are written, None for all."""
@@ -678,6 +705,7 @@ def mma(ins: Instruction, d: Decoder) -> Closure:
                 mask = ~np.unpackbits(bits.view(np.uint8), bitorder="little").astype(bool).reshape(form.cta_group, -1)
             issue(
                 w,
+                lane,
                 form,
                 idesc_at(w, lane),
                 d_at(w, lane) & ADDRESS_MASK,
@@ -696,6 +724,7 @@ def mma(ins: Instruction, d: Decoder) -> Closure:
 
 def issue(
     w: Warp,
+    lane: int,
     form: matrix.Tcgen05Mma,
     idesc_bits: int,
     d_address: int,
@@ -715,7 +744,7 @@ def issue(
     idesc = valid(matrix.decode_instruction, idesc_bits, form.kind)
     valid(matrix.check_tcgen05_shape, idesc, group, ws)
     valid(matrix.check_tmem_lane, d_address, idesc.m, group, ws)
-    operation = Operation(w, "tcgen05.mma")
+    operation = Operation(w, lane, "tcgen05.mma")
     zeros, shift = None, 0
     if zero_mask is not None:
         zeros, shift = valid(matrix.zero_column_mask, zero_mask, idesc.m, idesc.n)
@@ -739,17 +768,21 @@ def issue(
             read = operation.read(cta, matrix.scale_factor_map(idesc.n, split), scales[1])
             scale_b = _scale(read, form.scale_factors, idesc.scale_b_id)
         if accumulate:
-            flat = place(d_map, d_address)[0]
-            operation.need_written(tmem(cta), flat if lanes is None else flat[lanes[i][flat // TMEM_COLUMNS]])
+            flat, cells, _ = place(d_map, d_address)
+            if lanes is not None:
+                cells = _cells(flat[lanes[i][flat // TMEM_COLUMNS]])[0]
+            operation.need_written(tmem(cta), cells)
         flat = operation.write(cta, d_map, d_address, None if lanes is None else lanes[i])
-        parts.append((cta, flat, read_a, scale_a, scale_b))
+        keep = None if lanes is None else lanes[i][flat // TMEM_COLUMNS]
+        parts.append((cta, flat, keep, read_a, scale_a, scale_b))
 
     def do():
         right = np.concatenate([m.read() for m in b_matrices])[shift:]
         results = []
-        for cta, flat, read_a, scale_a, scale_b in parts:
+        for cta, flat, keep, read_a, scale_a, scale_b in parts:
             c = None
             if accumulate:
+                operation.need_defined(cta.tmem, flat if keep is None else flat[keep])
                 c = cta.tmem.data[flat]
                 c = c.astype(np.uint16) if idesc.d_type == "f16" else c
             results.append(
@@ -770,11 +803,8 @@ def issue(
                     zero_columns=zeros,
                 ).astype(np.uint32, copy=False)
             )
-        for i, ((cta, flat, *_), values) in enumerate(zip(parts, results)):
-            if lanes is not None:
-                keep = lanes[i][flat // TMEM_COLUMNS]
-                flat, values = flat[keep], values[keep]
-            put(cta, flat, values)
+        for (cta, flat, keep, *_), values in zip(parts, results):
+            put(cta, flat if keep is None else flat[keep], values if keep is None else values[keep])
 
     operation.start(do)
 
@@ -801,7 +831,7 @@ def copy(ins: Instruction, d: Decoder) -> Closure:
     def run(w: Warp):
         for lane in w.lanes():
             ctas = pair(w, form.cta_group)
-            operation = Operation(w, "tcgen05.cp")
+            operation = Operation(w, lane, "tcgen05.cp")
             desc = valid(matrix.SmemDescriptor.decode_tcgen05, source(w, lane))
             chunks = valid(matrix.operand_chunks, desc, form.rows, form.row_bytes, 8, "K")
             flats = []
@@ -832,7 +862,7 @@ def shift(ins: Instruction, d: Decoder) -> Closure:
             address = at(w, lane) & ADDRESS_MASK
             if (address >> 16) % LANES:
                 raise Fault("tcgen05", f"tcgen05.shift at lane {address >> 16}, must be a multiple of 32")
-            operation = Operation(w, "tcgen05.shift")
+            operation = Operation(w, lane, "tcgen05.shift")
             moves = [
                 (cta, operation.read(cta, source, address), operation.write(cta, target, address))
                 for cta in pair(w, group)
@@ -867,7 +897,7 @@ def commit(ins: Instruction, d: Decoder) -> Closure:
             barriers = [w.mbarrier(cta.rank << 24 | address & OFFSET_MASK) for cta in targets]
             clock = w.release()
             np.maximum(clock[0], s.fenced, out=clock[0])
-            clock[:, w.tensor_agent] = s.serial
+            clock[:, w.tensor_agent] = s.last.get(int(lane), 0)
 
             def arrive(barriers=barriers, clock=clock):
                 for barrier in barriers:

@@ -114,14 +114,16 @@ def store(w: Warp, name: str, lane: int, spots: np.ndarray, run: int, put: Calla
 
 
 def mbarrier_places(w: Warp, address: int, ctas: list[Cta], pair: bool) -> list[tuple[Cta, object]]:
-    """(CTA, where its mbarrier is) for each destination. pair: cta_group::2, the mbarrier may be the leader's."""
+    """(CTA, where its mbarrier is) for each destination.
+
+    pair: cta_group::2, the mbarrier is in the even or in the odd CTA of the destination's pair, as `address` is.
+    """
     home, offset = w.shared(address), address & OFFSET_MASK
     if len(ctas) == 1 and not pair:
         return [(ctas[0], (home, offset))]
     if not pair:
         return [(cta, offset) for cta in ctas]
-    leads = home.rank % 2 == 0 and w.cta.rank % 2 == 1  # the address was turned to the even CTA of the pair
-    return [(cta, (w.cta.cluster.ctas[cta.rank & ~1] if leads else cta, offset)) for cta in ctas]
+    return [(cta, (w.cta.cluster.ctas[cta.rank & ~1 | home.rank & 1], offset)) for cta in ctas]
 
 
 def multicast(w: Warp, mask: int) -> list[Cta]:
@@ -215,7 +217,7 @@ def bulk_store(ins: Instruction, d: Decoder) -> Closure:
             w.machine.memory.find(address, address + n)
             memory = w.machine.memory
 
-            def put(data: np.ndarray, address=address, n=n):
+            def put(data: np.ndarray, address=address, n=n, memory=memory):
                 base, array = memory.find(address, address + n)
                 place = array[address - base : address - base + n]
                 place[:] = combine(place, data.reshape(-1)) if combine else data.reshape(-1)
@@ -445,8 +447,8 @@ def cp_wait(ins: Instruction, d: Decoder) -> Closure:
         operations = [o for group in groups for o in group]
 
         def then(w: Warp):
-            for _, cta, granules in operations:
-                _done(cta, granules, w.agent, w.clock[0, w.agent])
+            for operation, cta, granules in operations:
+                _done(operation, cta, granules, w.agent, w.clock[0, w.agent])
             for group in groups:
                 group.clear()
             while len(w.cp_async) > 1 and not w.cp_async[0]:
@@ -458,11 +460,13 @@ def cp_wait(ins: Instruction, d: Decoder) -> Closure:
     return run
 
 
-def _done(cta: Cta, granules: np.ndarray, agent: int, epoch: int) -> None:
-    """The agent's cp.asyncs into these bytes are done, for those who know `epoch` of it."""
-    s = cta.shared
-    mine = (s.write_agent[granules] == agent) & (s.write_epoch[granules] == UNFINISHED)
-    s.write_epoch[granules] = np.where(mine, epoch, s.write_epoch[granules])
+def _done(operation: Async, cta: Cta, granules: np.ndarray, agent: int, epoch: int) -> None:
+    """The agent's cp.async into these bytes is done, for those who know `epoch` of it; the least of several counts."""
+    s, before = cta.shared, operation.epoch
+    if epoch < before:
+        mine = (s.write_agent[granules] == agent) & (s.write_epoch[granules] == before)
+        s.write_epoch[granules] = np.where(mine, epoch, s.write_epoch[granules])
+        operation.epoch = int(epoch)
 
 
 @op("cp.async.mbarrier.arrive")
@@ -479,8 +483,8 @@ def cp_mbarrier(ins: Instruction, d: Decoder) -> Closure:
         clock = w.release()
 
         def do():
-            for _, cta, granules in operations:
-                _done(cta, granules, w.agent, clock[0, w.agent])
+            for operation, cta, granules in operations:
+                _done(operation, cta, granules, w.agent, clock[0, w.agent])
             barrier.arrive(clock, count)
 
         w.cta.cluster.start(do, "cp.async arrival", _All([o[0] for o in operations]))

@@ -1,7 +1,10 @@
 """wgmma of sm_90a. Each warp of a warpgroup computes its 16 rows of the 64 x N tile.
 
 The reads of shared memory, and the results, come at any time between mma_async and the wait for its group. Until then the
-accumulators are `Accumulator`s: to read or write them is a fault.
+accumulators are `Accumulator`s: to use them is a fault.
+
+An mma is one operation of the warpgroup: it is complete for a warp, with what it reads for the other warps, not before all
+four have issued it. So its reads are those of one agent, the first warp's `tensor_agent`, which counts the mmas.
 """
 
 from __future__ import annotations
@@ -10,23 +13,28 @@ import numpy as np
 
 from . import matrix
 from .decode import Closure, Decoder, op
-from .machine import GRANULE, RESERVED, UNFINISHED, Cta, Fault, Missing, Warp
+from .machine import GRANULE, RESERVED, Cta, Fault, Missing, Renamed, Wait, Warp
 from .ptx import Instruction
 
 
 class Accumulator(Missing):
     """The registers of a D tile while wgmmas are in flight."""
 
+    may_move = True
+
     def __init__(self, index: list[int], n: int, bits: int, values: np.ndarray | None):
         super().__init__("in_flight", "a register of a wgmma that is still in flight is used; wgmma.wait_group is missing")
         self.index, self.fragment, self.bits = index, matrix.fragment_c(n, bits), bits
         self.values = values  # raw bits [16, n]
+        self.results: dict[int, np.ndarray] = {}  # register -> its array, once it has been waited for
+
+    def now(self) -> dict[int, np.ndarray]:
+        return dict(zip(self.index, matrix.to_registers(self.values, self.fragment, self.bits)))
 
 
 class Operation:
-    def __init__(self, accumulator: Accumulator, a_registers: list[tuple[int, np.ndarray]], run):
-        self.accumulator, self.a_registers, self.run = accumulator, a_registers, run
-        self.reads: list[tuple[Cta, np.ndarray]] = []
+    def __init__(self, serial: int, accumulator: Accumulator, a_registers: list[tuple[int, np.ndarray]], run):
+        self.serial, self.accumulator, self.a_registers, self.run = serial, accumulator, a_registers, run
         self.done = False
 
 
@@ -36,7 +44,23 @@ class Pipeline:
     def __init__(self):
         self.groups: list[list[Operation]] = []
         self.open: list[Operation] = []
+        self.issued = 0  # mmas so far
         self.fenced: list | None = None  # the registers' arrays at the last wgmma.fence
+        self.copies: dict[int, object] | None = None  # id -> array: what is the same as those, moves included
+
+    def set_fence(self, regs: list) -> None:
+        self.fenced, self.copies = list(regs), None
+
+    def is_copy(self, value) -> bool:
+        """Was it in a register at the fence? Compilers put moves, also of constants, behind it."""
+        if self.copies is None:
+            self.copies = {id(x): x for x in self.fenced}
+        return id(value) in self.copies
+
+    def note_move(self, sources: list, results: list) -> None:
+        """A move that packs or unpacks, and so makes new arrays."""
+        if self.fenced is not None and all(self.is_copy(x) for x in sources):
+            self.copies |= {id(x): x for x in results}
 
     def all(self) -> list[Operation]:
         return [o for group in [*self.groups, self.open] for o in group]
@@ -48,11 +72,16 @@ def pipeline(w: Warp) -> Pipeline:
     return w.wgmma
 
 
+def warpgroup(w: Warp) -> list[Warp]:
+    first = w.index // 4 * 4
+    return w.cta.warps[first : first + 4]
+
+
 @op("wgmma.fence")
 def fence(ins: Instruction, d: Decoder) -> Closure:
     def run(w: Warp):
         w.need_all("wgmma.fence")
-        pipeline(w).fenced = list(w.regs)
+        pipeline(w).set_fence(w.regs)
 
     return run
 
@@ -105,11 +134,11 @@ def mma_async(ins: Instruction, d: Decoder) -> Closure:
                 saturate=form.saturate,
             )
 
-        operation = Operation(acc, a_registers, compute)
+        p.issued += 1
+        operation = Operation(p.issued, acc, a_registers, compute)
         for operand in (a, b):
             if operand:
-                w.note_read(operand.cta, operand.granules, UNFINISHED)
-                operation.reads.append((operand.cta, operand.granules))
+                w.note_read(operand.cta, operand.granules, p.issued, warpgroup(w)[0].tensor_agent)
         p.open.append(operation)
         policy = w.machine.options.policy
         if policy == "eager" or (policy == "random" and w.machine.rng.random() < 0.5):
@@ -148,9 +177,7 @@ def take_accumulator(w: Warp, p: Pipeline, index: list[int], n: int, bits: int, 
         return first
     values = None
     if accumulate:
-        for i in index:
-            check_fence(w, p, i)
-        registers = np.stack([w.regs[i] for i in index])
+        registers = np.stack([_moved(w, p, i) for i in index])
         values = matrix.from_registers(registers, matrix.fragment_c(n, bits), bits, (16, n))
     acc = Accumulator(index, n, bits, values)
     for i in index:
@@ -160,8 +187,18 @@ def take_accumulator(w: Warp, p: Pipeline, index: list[int], n: int, bits: int, 
     return acc
 
 
+def _moved(w: Warp, p: Pipeline, i: int) -> np.ndarray:
+    """A register of D: what another wgmma is computing, when it was moved here, as ptxas makes that the same register."""
+    value = w.regs[i]
+    if type(value) is not Renamed:
+        check_fence(w, p, i)
+        return value
+    finish(w, p.all())
+    return value.value(lambda acc, register: (acc.results or acc.now())[register])
+
+
 def check_fence(w: Warp, p: Pipeline, i: int) -> None:
-    if p.fenced[i] is not w.regs[i]:
+    if p.fenced[i] is not w.regs[i] and not p.is_copy(w.regs[i]):
         raise Fault("wgmma", "a register of wgmma.mma_async was written behind the last wgmma.fence")
 
 
@@ -192,28 +229,41 @@ def wait(ins: Instruction, d: Decoder) -> Closure:
         w.need_all("wgmma.wait_group")
         p = pipeline(w)
         complete = p.groups[: max(len(p.groups) - keep, 0)]
-        p.groups = p.groups[len(complete) :]
         operations = [o for group in complete for o in group]
-        finish(w, operations)
-        left = p.all()
-        epoch = w.clock[0, w.agent]
-        for operation in operations:
-            for i, value in operation.a_registers:
-                if w.regs[i] is not value:
-                    raise Fault("in_flight", "a register of A was written while the wgmma was in flight")
-            for cta, granules in operation.reads:
-                epochs, _ = cta.shared.reader(w.agent)
-                epochs[granules] = np.where(epochs[granules] == UNFINISHED, epoch, epochs[granules])
-        for operation in left:  # what they read, some of the finished ones may have read too
-            for cta, granules in operation.reads:
-                cta.shared.reader(w.agent)[0][granules] = UNFINISHED
-        busy = {id(o.accumulator) for o in left}
-        for acc in {id(o.accumulator): o.accumulator for o in operations}.values():
-            if id(acc) not in busy:
-                values = matrix.to_registers(acc.values, acc.fragment, acc.bits)
-                for i, value in zip(acc.index, values):
-                    w.regs[i] = value
-                    p.fenced[i] = value  # written by wgmma itself: needs no fence
-        w.cta.cluster.progress += 1
+        if not operations:
+            p.groups = p.groups[len(complete) :]
+            return None
+        last, warps = operations[-1].serial, warpgroup(w)
+
+        def text() -> str:
+            missing = [x.index for x in warps if pipeline(x).issued < last]
+            return f"waits for a wgmma that has not been issued by warps {missing} of the warpgroup"
+
+        return Wait(lambda: all(pipeline(x).issued >= last for x in warps), text, lambda w: complete_groups(w, p, complete))
 
     return run
+
+
+def complete_groups(w: Warp, p: Pipeline, complete: list[list[Operation]]) -> None:
+    p.groups = p.groups[len(complete) :]
+    operations = [o for group in complete for o in group]
+    finish(w, operations)
+    agent = warpgroup(w)[0].tensor_agent
+    w.clock[0, agent] = max(w.clock[0, agent], operations[-1].serial)
+    for operation in operations:
+        for i, value in operation.a_registers:
+            if w.regs[i] is not value:
+                raise Fault("in_flight", "a register of A was written while the wgmma was in flight")
+    busy = {id(o.accumulator) for o in p.all()}
+    for acc in {id(o.accumulator): o.accumulator for o in operations}.values():
+        if id(acc) not in busy:
+            values = matrix.to_registers(acc.values, acc.fragment, acc.bits)
+            acc.results = dict(zip(acc.index, values))
+            for i, value in acc.results.items():
+                if w.regs[i] is acc:  # else it was moved to, or written since
+                    w.regs[i] = value
+                    p.fenced[i] = value  # written by wgmma itself: needs no fence
+    p.copies = None
+    for i in w.settle(lambda acc, register: acc.results.get(register)) if w.renamed else ():
+        p.fenced[i] = w.regs[i]
+    w.cta.cluster.progress += 1

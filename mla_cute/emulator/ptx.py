@@ -214,6 +214,8 @@ def parse(text: str) -> Module:
 
 def _variable(m: re.Match) -> Variable:
     extern, space, align, kind, name, dims, init = m.groups()
+    if kind not in TYPE_BYTES:
+        raise PtxError(f"variable {name}: type .{kind} is not known")
     size = TYPE_BYTES[kind]
     for n in re.findall(r"\d+", dims):
         size *= int(n)
@@ -225,7 +227,7 @@ def _variable(m: re.Match) -> Variable:
         width = TYPE_BYTES[kind]
         try:
             data = b"".join((_element(v, kind) & (256**width - 1)).to_bytes(width, "little") for v in values)
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, ValueError):
             raise PtxError(f"variable {name}: cannot read the initialiser {init[:60]!r}") from None
         data = data.ljust(size, b"\0")
     return Variable(name, space, size, int(align or TYPE_BYTES[kind]), data, bool(extern))
@@ -331,7 +333,10 @@ def _instruction(statement: str, line: int, source, kernel: Kernel, scopes: list
     if not m:
         raise PtxError(f"line {line}: cannot read {statement[:80]!r}")
     negated, guard, opcode, rest = m.groups()
-    operands = [_operand(text, line, scopes) for text in _split(rest)]
+    try:
+        operands = [_operand(text, line, scopes) for text in _split(rest)]
+    except (ValueError, IndexError) as e:
+        raise PtxError(f"line {line}: cannot read {statement[:80]!r}: {e}") from None
     if guard is not None:
         guard = _name(guard, scopes)
         if not isinstance(guard, Reg):
@@ -350,6 +355,8 @@ def _split(text: str) -> list[str]:
         elif c == "," and not depth:
             parts.append(text[start:i])
             start = i + 1
+    if depth:
+        raise ValueError("unbalanced brackets")
     parts.append(text[start:])
     return [p.strip() for p in parts if p.strip()]
 
@@ -358,8 +365,8 @@ def _operand(text: str, line: int, scopes: list[dict]):
     if text[0] == "[":
         inner = _split(text[1:-1])
         base, offset = inner[0], 0
-        if m := re.match(r"([$\w%.]+)\s*\+\s*(-?\w+)$", base):
-            base, offset = m[1], int(m[2], 0)
+        if m := re.match(r"([$\w%.]+)\s*([+-])\s*(-?\w+)$", base):
+            base, offset = m[1], int(m[3], 0) * (-1 if m[2] == "-" else 1)
         address = _name(base, scopes)
         if isinstance(address, Const):
             address, offset = None, address.value

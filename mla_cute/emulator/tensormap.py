@@ -75,6 +75,10 @@ _ELEMENT_CODES = {e.name: (i, 0) for i, e in enumerate(ELEMENTS)} | {e.name: (i,
 _ELEMENTS = {e.name: e for e in (*ELEMENTS, *TF32.values())}
 
 
+def element_of(name: str) -> Element:
+    return _ELEMENTS[name]
+
+
 class Swizzle(enum.Enum):
     """CuTe's Swizzle<B, M, S> on byte addresses: bits M+S.. (B of them) are xored into bits M.. ."""
 
