@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,14 +17,17 @@ from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_
 from mla_cute.validate import Problem
 
 pytestmark = pytest.mark.emulate
-H_Q, LENGTHS, NUM_PARTS = 64, (300, 20, 130), 4  # a split request, a whole one that shares a part, another
+# Whole requests between others in one part, so that stages are used again behind an epilogue, and split ones.
+H_Q, LENGTHS, NUM_PARTS = 64, (300, 20, 130, 64, 200), 3
 SYNCHRONISING = re.compile(
     r"fence\.proxy\.async|fence\.mbarrier|bar\.sync|bar\.arrive|mbarrier\.arrive|mbarrier\.try_wait|wgmma\.(wait|fence|commit)"
     r"|bulk\.(wait|commit)_group|griddepcontrol\.wait"
 )
-# bar.warp.sync is not among them: the lanes of a warp march together here. Of combine's two griddepcontrol.wait the one
-# without reads behind it only holds back later launches.
-UNNOTICED = 1
+# bar.warp.sync is not among them: the lanes of a warp march together here. How many may go unnoticed: of combine's two
+# griddepcontrol.wait the one without reads behind it, which only holds back later launches; and the barriers between a
+# warpgroup's last WGMMA on a buffer and its stores over it, because by PTX's words a wgmma group is complete, reads for the
+# other warps included, for whoever has waited for it. The kernel does not rely on that.
+UNNOTICED = Counter({"griddepcontrol.wait;": 1, "bar.sync \t5, 128;": 2, "bar.sync \t6, 128;": 1})
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def kernel():
 
 @pytest.fixture(scope="module")
 def case():
-    x = make_inputs(Case(b=3, h_q=H_Q, topk=320, s_kv=400, sink=True, holes=True, strided=False))
+    x = make_inputs(Case(b=len(LENGTHS), h_q=H_Q, topk=320, s_kv=400, sink=True, holes=True, strided=False))
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     plan = reference.plan(LENGTHS, NUM_PARTS, tile_n=64, fixed_overhead_blocks=1)
     expected = reference.sparse_decode(
@@ -87,6 +91,5 @@ def test_every_synchronisation_is_missed_when_it_is_gone(kernel, case):
     lines = kernel.modules[0].text.split("\n")
     places = [i for i, text in enumerate(lines) if SYNCHRONISING.search(text) and not text.lstrip().startswith("//")]
     assert len(places) > 40
-    unnoticed = [f"{i + 1}: {lines[i].strip()}" for i in places if trouble(without(kernel, i), case, range(2)) is None]
-    assert len(unnoticed) <= UNNOTICED, "\n".join(unnoticed)
-    assert all("griddepcontrol" in text for text in unnoticed)
+    unnoticed = [i for i in places if trouble(without(kernel, i), case, range(2)) is None]
+    assert Counter(lines[i].strip() for i in unnoticed) <= UNNOTICED, "\n".join(f"{i + 1}: {lines[i]}" for i in unnoticed)

@@ -251,6 +251,8 @@ class Trace(Watch):
             if ins:
                 span.first, span.last = span.first or ins, ins
                 span.functions[function] += 1
+            if getattr(w, "flying", None):
+                self._look_at_wgmma(w)  # those that a wait has completed
             wait = body(w)
             if after:
                 after(w)
