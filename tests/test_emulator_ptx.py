@@ -29,7 +29,7 @@ def test_module():
         .target sm_100a, debug /* over
         two lines */
         .address_size 64
-        .file 1 "/home//kernel.py"
+        .file 1 "/src/kernel.py"
         .extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b) ;
         .func (.reg .b32 r) helper (.reg .b32 x) { add.s32 r, x, 1; ret; }
         .extern .shared .align 1024 .b8 smem[];

@@ -79,7 +79,7 @@ def test_a_read_behind_the_list_is_found(tmp_path, capsys):
     text = capsys.readouterr().out
     assert re.search(r"^0 +eager +[\d.]+ +[\d,]+ +- +- +stopped, 1 finding$", text, re.M)
     found = text.split("Findings\n")[1]
-    assert re.match(r"1\. out_of_bounds \(schedule 0\): global access to .*, in no tensor \(argument 2 .* \+ 64\)\n", found)
+    assert re.match(r"1\. out_of_bounds \(schedule 0\): global access to .*, in no tensor.*\n", found)
     # Python first, then PTX, then who.
     assert re.search(
         r"at +\S*planted\.py:\d+ +token = indices\[.*\n +PTX line \d+: .*ld\.global.*\n +warp \d of CTA \(\d, 0, 0\), mla_",

@@ -19,7 +19,7 @@ from .machine import (
     pieces_of,
 )
 from .ptx import TYPE_BYTES, Instruction, Label, Not, Pair, Reg, Special, Vector
-from .taint import Tainted, plain
+from .taint import Tainted, plain, tainted
 
 LANE = np.arange(LANES)
 ALU = [
@@ -55,7 +55,7 @@ def arithmetic(ins: Instruction, d: Decoder) -> Closure:
         fn_all = spec.fn_all
 
         def run_any(w: Warp):
-            values = [w.regs[i] for i in idx]
+            values = [w.regs[i] if k == "cc" else _garbage(w.regs[i], numeric.dtype_of(k)) for i, (_, k) in zip(idx, sources)]
             values = [~v if n else v for v, n in zip(values, negated)]
             values = [f(v) if f else v for v, f in zip(values, adapt)]
             for out, value in zip(outs, fn_all(*values)):
@@ -63,7 +63,7 @@ def arithmetic(ins: Instruction, d: Decoder) -> Closure:
                     w.write(out, widen(value) if widen else value)
 
         return run_any
-    return _plain(spec.fn, idx, outs[0])
+    return _plain(spec.fn, idx, outs[0], [numeric.dtype_of(kind) for kind in kinds])
 
 
 def _adapted(operand, kind: str):
@@ -86,39 +86,63 @@ def _widened(operand, kind: str):
     return lambda v: v.astype(UINT[width])
 
 
-def _plain(fn, idx: list[int], out: int) -> Closure:
+def _plain(fn, idx: list[int], out: int, dtypes: list) -> Closure:
     """Of one to three registers; the hot path."""
+
+    def again(r: list):
+        """The result when it was a fault: one that may not be used, if it is registers without a value that are missing."""
+        return fn(*[_garbage(r[i], dtype) for i, dtype in zip(idx, dtypes)])
+
     if len(idx) == 1:
         (a,) = idx
 
         def run(w: Warp):
             r = w.regs
-            v = fn(r[a])
+            try:
+                v = fn(r[a])
+            except Fault:
+                v = again(r)
             r[out] = v if w.full else w.merged(r[out], v)
     elif len(idx) == 2:
         a, b = idx
 
         def run(w: Warp):
             r = w.regs
-            v = fn(r[a], r[b])
+            try:
+                v = fn(r[a], r[b])
+            except Fault:
+                v = again(r)
             r[out] = v if w.full else w.merged(r[out], v)
     else:
         a, b, c = idx
 
         def run(w: Warp):
             r = w.regs
-            v = fn(r[a], r[b], r[c])
+            try:
+                v = fn(r[a], r[b], r[c])
+            except Fault:
+                v = again(r)
             r[out] = v if w.full else w.merged(r[out], v)
 
     return run
 
 
 class Packed(Missing):
-    """Registers packed into one, some of them without a value: compilers do so. It can be unpacked again, no more."""
+    """Registers packed into one, some of them without a value: compilers do so."""
 
     def __init__(self, parts: list):
         super().__init__(UNDEFINED.kind, UNDEFINED.message)
         self.parts = parts
+
+
+def _garbage(value, dtype):
+    """A register without a value as one that depends on what nobody wrote: it may be computed with, but not be used."""
+    if value is UNDEFINED:
+        return tainted(np.zeros(LANES, dtype), np.ones(LANES, bool), "a register that nothing was written to")
+    if type(value) is Packed:
+        part = f"u{np.dtype(dtype).itemsize // len(value.parts)}"
+        return np.stack([_garbage(p, part) for p in value.parts], axis=1).view(dtype)[:, 0]
+    return value
 
 
 @op("mov")
@@ -137,7 +161,7 @@ def mov(ins: Instruction, d: Decoder) -> Closure:
                 w.regs[out] = Packed([w.regs[i] for i in items])
                 return
             try:
-                parts = np.stack([w.regs[i] for i in items], axis=1)
+                parts = np.stack([w.regs[i] if w.full else _garbage(w.regs[i], f"u{item_bytes}") for i in items], axis=1)
             except Fault:
                 if not w.full or kind == "b128":
                     raise
@@ -157,13 +181,18 @@ def mov(ins: Instruction, d: Decoder) -> Closure:
                     if out >= 0:
                         w.regs[out] = part
                 return
-            if isinstance(w.regs[i], Missing) and w.full:
+            if w.regs[i] is UNDEFINED and w.full:
+                for out in outs:
+                    if out >= 0:
+                        w.regs[out] = UNDEFINED
+                return
+            if isinstance(w.regs[i], Missing) and w.full and type(w.regs[i]) is not Packed:
                 pieces, n = pieces_of(w.regs[i], i, TYPE_BYTES[kind]), np.dtype(width).itemsize // 2
                 for k, out in enumerate(outs):
                     if out >= 0:
                         w.rename(out, pieces[k * n : k * n + n])
                 return
-            parts = w.regs[i].reshape(LANES, -1).view(width)
+            parts = _garbage(w.regs[i], UINT[TYPE_BYTES[kind]]).reshape(LANES, -1).view(width)
             for n, out in enumerate(outs):
                 if out >= 0:
                     w.write(out, parts[:, n].copy())  # keeps a taint

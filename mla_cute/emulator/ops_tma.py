@@ -11,12 +11,13 @@ from collections.abc import Callable
 import numpy as np
 
 from . import hazards, numeric
-from .decode import UINT, Closure, Decoder, UnsupportedInstruction, op
+from .decode import UINT, Closure, Decoder, UnsupportedInstruction, op, with_lanes
 from .machine import GRANULE, LANES, OFFSET_MASK, PARAM_WINDOW, UNFINISHED, Async, Cta, Fault, Wait, Warp
-from .ops_memory import read_global, read_param
+from .ops_memory import READERS, WRITERS, read_global, read_param
 from .ops_sync import initialised_for_async, shared_address
 from .ptx import TYPE_BYTES, Instruction, Memory, Not, Vector
-from .tensormap import SMEM_ALIGNMENT, TensorMap, Tile, gather4
+from .taint import plain
+from .tensormap import SMEM_ALIGNMENT, TensorMap, Tile, gather4, replaced
 
 _maps: dict[bytes, TensorMap] = {}
 
@@ -26,8 +27,8 @@ def tensor_map(w: Warp, address: int) -> TensorMap:
     if address % 64:
         raise Fault("misaligned", f"tensor map at {address:#x}, must be 64-byte aligned")
     at = np.full(LANES, address, np.int64)
-    words = read_param(w, at, 8, 16) if address >= PARAM_WINDOW else read_global(w, at, 8, 16)
-    raw = np.ascontiguousarray(words[w.first()]).tobytes()
+    words = read_param(w, at, 8, 8) if address >= PARAM_WINDOW else read_global(w, at, 8, 8)
+    raw = np.ascontiguousarray(words[w.first()]).tobytes()  # the rest is unused
     if raw not in _maps:
         try:
             _maps[raw] = TensorMap.decode(raw)
@@ -375,6 +376,56 @@ def _tensor_store(ins: Instruction, d: Decoder, mode: str) -> Closure:
             store(w, "TMA store", lane, _spots(tile, frm(w, lane)), 16, put)
 
     return run
+
+
+@op("tensormap.replace")
+def tensormap_replace(ins: Instruction, d: Decoder) -> Closure:
+    """Changes one field of a tensor map in global or shared memory."""
+    field, kind = ins.parts[3], ins.parts[-1]
+    space = next((p.partition("::")[0] for p in ins.parts[4:] if p.startswith(("global", "shared"))), "")
+    at, value = d.uniform_each(ins.operands[0]), d.uniform_each(ins.operands[-1], kind)
+    ordinal = d.uniform_each(ins.operands[1]) if len(ins.operands) > 2 else lambda w, lane: 0
+
+    def run(w: Warp):
+        for lane in w.lanes():
+            address = at(w, lane)
+            raw = _map_bytes(w, lane, space, address)
+            try:
+                raw = replaced(raw + bytes(64), field, value(w, lane), ordinal(w, lane))[:64]
+            except ValueError as e:
+                raise Fault("tensor_map", str(e)) from e
+            _put_map_bytes(w, lane, space, address, raw)
+
+    return run
+
+
+@op("tensormap.cp_fenceproxy")
+def tensormap_copy(ins: Instruction, d: Decoder) -> Closure:
+    """From shared to global memory, and a fence for those who use the map."""
+    target, source = d.uniform_each(ins.operands[0]), d.uniform_each(ins.operands[1])
+    if ins.operands[2].value != 128:
+        raise ValueError(f"{ins.operands[2].value} bytes; a tensor map has 128")
+
+    def run(w: Warp):
+        w.need_all("tensormap.cp_fenceproxy")
+        lane = w.first()
+        # The second half of a map is unused, and the DSL leaves it unwritten.
+        _put_map_bytes(w, lane, "global", target(w, lane), _map_bytes(w, lane, "shared", source(w, lane)))
+
+    return run
+
+
+def _map_bytes(w: Warp, lane: int, space: str, address: int) -> bytes:
+    """The 64 bytes that one lane reads."""
+    at = np.full(LANES, address, np.int64)
+    values = with_lanes(w, np.arange(LANES) == lane, lambda w: READERS[space](w, at, 8, 8))
+    w.need_defined(values, "a tensor map")
+    return np.ascontiguousarray(plain(values)[lane]).tobytes()
+
+
+def _put_map_bytes(w: Warp, lane: int, space: str, address: int, raw: bytes) -> None:
+    at, values = np.full(LANES, address, np.int64), np.tile(np.frombuffer(raw, np.uint64), (LANES, 1))
+    with_lanes(w, np.arange(LANES) == lane, lambda w: WRITERS[space](w, at, 8, values))
 
 
 @op("cp.async.bulk.prefetch")
