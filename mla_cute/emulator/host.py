@@ -259,7 +259,10 @@ _EncodeFn = ctypes.CFUNCTYPE(  # of cuTensorMapEncodeTiled
     *[ctypes.c_int] * 4,
 )
 # The driver's enumerations, in order.
-_DRIVER_TYPES = "u8 u16 u32 s32 u64 s64 f16 f32 f64 bf16 f32.ftz tf32 tf32.ftz b4x16 b4x16_p64 b6x16_p32".split()
+_DRIVER_TYPES = (
+    *("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16", "f32.ftz", "tf32", "tf32.ftz"),
+    *("b4x16", "b4x16_p64", "b6x16_p32"),
+)
 _DRIVER_SWIZZLES = {0: Swizzle.NONE, 1: Swizzle.B32, 2: Swizzle.B64, 3: Swizzle.B128} | {
     4: Swizzle.B128_ATOM_32B,
     6: Swizzle.B128_ATOM_64B,

@@ -137,6 +137,8 @@ class Packed(Missing):
 
 def _garbage(value, dtype):
     """A register without a value as one that depends on what nobody wrote: it may be computed with, but not be used."""
+    if dtype is None:  # 128 bits
+        return value
     if value is UNDEFINED:
         return tainted(np.zeros(LANES, dtype), np.ones(LANES, bool), "a register that nothing was written to")
     if type(value) is Packed:
@@ -192,7 +194,7 @@ def mov(ins: Instruction, d: Decoder) -> Closure:
                     if out >= 0:
                         w.rename(out, pieces[k * n : k * n + n])
                 return
-            parts = _garbage(w.regs[i], UINT[TYPE_BYTES[kind]]).reshape(LANES, -1).view(width)
+            parts = _garbage(w.regs[i], UINT.get(TYPE_BYTES[kind])).reshape(LANES, -1).view(width)
             for n, out in enumerate(outs):
                 if out >= 0:
                     w.write(out, parts[:, n].copy())  # keeps a taint

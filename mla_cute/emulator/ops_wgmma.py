@@ -13,7 +13,7 @@ import numpy as np
 
 from . import matrix
 from .decode import Closure, Decoder, op
-from .machine import GRANULE, RESERVED, Cta, Fault, Missing, Renamed, Wait, Warp
+from .machine import GRANULE, RESERVED, Fault, Missing, Renamed, Wait, Warp
 from .ptx import Instruction
 
 
