@@ -43,6 +43,8 @@ class Config:
         """Raises, before anything is compiled, when this implementation cannot run `problem`."""
         if (problem.op, problem.kv_format) != ("sparse_decode", "v32"):
             raise NotImplementedError(f"problem: must be sparse_decode on v32, got {problem.op} on {problem.kv_format}")
+        if problem.has_extra:
+            raise NotImplementedError("problem: must be without extra keys, got has_extra=True")
         for name, low in (("tile_n", 1), ("fixed_overhead_blocks", 0), ("heads_per_cta", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < low:
@@ -65,10 +67,12 @@ class NaiveSparseDecode:
     @cute.jit
     def __call__(
         self, q: cute.Tensor, kv_cache: cute.Tensor, indices: cute.Tensor, topk_length: cute.Tensor | None,
-        attn_sink: cute.Tensor | None, softmax_scale: Float32, metadata: cute.Tensor, num_splits: cute.Tensor,
-        scratch: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, stream,
+        extra_kv_cache: None, extra_indices: None, extra_topk_length: None, attn_sink: cute.Tensor | None,
+        softmax_scale: Float32, metadata: cute.Tensor, num_splits: cute.Tensor, scratch: cute.Tensor,
+        out: cute.Tensor, lse: cute.Tensor, stream,
     ):  # fmt: skip
-        """The arguments of every implementation; this one ignores the plan: metadata, num_splits and the partials."""
+        """The arguments of every implementation; this one has no extra keys (`Config.check`) and ignores the plan:
+        metadata, num_splits and the partials."""
         # Head groups of a query token are neighbours in the grid: all but the first find the records in L2.
         self.kernel(q, kv_cache, indices, topk_length, attn_sink, softmax_scale * LOG2_E, out, lse).launch(
             grid=[q.shape[0] * self.head_groups, q.shape[1], 1],
@@ -96,12 +100,14 @@ class NaiveSparseDecode:
             length = indices.shape[2]
             if const_expr(topk_length is not None):  # what stands behind topk_length is never looked at
                 length = cutlass.min(topk_length[req], length)
+            num_tokens = kv_cache.shape[0] * kv_cache.shape[1]  # below 2^31
             row_max, row_sum = Float32(-INF), Float32(0)  # row_max: of the logits in base 2
             rO = cute.make_rmem_tensor(NOPE, Float32)
             rO.fill(0.0)
             for i in cutlass.range(length, unroll=1):  # no iteration if length <= 0
                 token = indices[Int64(req), s_idx, i]  # the same in the whole warp, so the shuffles below are safe
-                if token >= 0:  # -1 may stand anywhere; a skipped token is not read, it may hold NaN
+                # What is no token of the cache may stand anywhere; a skipped token is not read, it may hold NaN.
+                if token >= 0 and token < num_tokens:
                     rK = self.load_key(kv_cache, token, lane)
                     dot = Float32(0)
                     for c in cutlass.range_constexpr(NOPE + ROPE):
@@ -175,6 +181,7 @@ def compile(problem: Problem, config: Config, arch: str):
         rows(Uint8, (sym(), sym(), 1, V32.bytes_per_token), 1, 16),  # kv_cache [num_blocks, page_block_size, 1, 656]
         rows(Int32, (b, s_q, sym()), 1, 4),  # indices [b, s_q, topk]
         jit.fake_tensor(Int32, (b,)) if problem.has_topk_length else None,
+        *(None, None, None),  # extra_kv_cache, extra_indices, extra_topk_length
         jit.fake_tensor(Float32, (h_q,)) if problem.has_attn_sink else None,
         Float32(0),  # softmax_scale
         jit.fake_tensor(Int32, (sym(), 8)),  # metadata

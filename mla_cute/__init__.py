@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from . import flash_mla, reference
     from .interface import select_impl, sparse_decode
     from .jit import warmup
-    from .kv_cache import V32, KVFormat, dequantize_kv_cache, quantize_kv_cache, to_cache_indices
+    from .kv_cache import MODEL1, V32, KVFormat, dequantize_kv_cache, quantize_kv_cache, to_cache_indices
     from .schedule import DecodePlan, plan_decode
 
 __all__ = [
+    "MODEL1",
     "V32",
     "DecodePlan",
     "KVFormat",
@@ -42,6 +43,7 @@ _HOME = {  # public name: the module it lives in
     "dequantize_kv_cache": "kv_cache",
     "to_cache_indices": "kv_cache",
     "KVFormat": "kv_cache",
+    "MODEL1": "kv_cache",
     "V32": "kv_cache",
 }
 _SUBMODULES = ("flash_mla", "reference")  # usable as `impl=mla_cute.reference` without an import of their own

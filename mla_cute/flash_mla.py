@@ -2,11 +2,12 @@
 
     from mla_cute.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-This version has sparse decode on the V32 FP8 cache. Unlike FlashMLA it takes any number of heads from 1 to 128, any
-topk and a topk_length on every architecture. Dense decode, extra keys and sparse prefill raise NotImplementedError.
+This version has sparse decode on the FP8 caches V32 and MODEL1. Unlike FlashMLA it takes any number of heads from 1 to
+128, any topk, and topk_length and extra keys for both. Dense decode and sparse prefill raise NotImplementedError.
 
 Where FlashMLA asserts, this raises AssertionError too; what its native code rejects is ValueError, TypeError or
-NotImplementedError here, as everywhere in mla_cute (where k_cache is called kv_cache).
+NotImplementedError here, as everywhere in mla_cute (where k_cache is called kv_cache, extra_k_cache extra_kv_cache and
+extra_indices_in_kvcache extra_indices).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"
 class FlashMLASchedMeta:
     """The plan of one decode step: made by the first `flash_mla_with_kvcache` that gets it, used by the later ones.
 
-    Reuse it (one step's layers) as long as shapes, flags and the values of topk_length stay the same; the values are
-    not compared. Setting `tile_scheduler_metadata` to None makes the next call plan again.
+    Reuse it (one step's layers) as long as shapes, flags and the values of topk_length and extra_topk_length stay the
+    same; the values are not compared. Setting `tile_scheduler_metadata` to None makes the next call plan again.
     """
 
     @dataclass
@@ -138,12 +139,13 @@ def flash_mla_with_kvcache(
     extra_topk_length: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """MLA decode with a paged cache; sparse (indices given) on the V32 FP8 cache.
+    """MLA decode with a paged cache; sparse (indices given) on a V32 or MODEL1 FP8 cache.
 
     Args:
-        q [b, s_q, h_q, 576] bf16, k_cache [num_blocks, page_block_size, 1, 656], indices [b, s_q, topk] int32,
-            topk_length [b] int32, attn_sink [h_q] fp32, softmax_scale (default 576 ** -0.5), out [b, s_q, h_q, 512]: as
-            in `mla_cute.sparse_decode`.
+        q [b, s_q, h_q, 576 or 512] bf16, k_cache [num_blocks, page_block_size, 1, 656 or 584], indices [b, s_q, topk]
+            int32, topk_length [b] int32, attn_sink [h_q] fp32, softmax_scale (default d_qk ** -0.5), out [b, s_q, h_q,
+            512], extra_k_cache, extra_indices_in_kvcache [b, s_q, extra_topk] int32, extra_topk_length [b] int32: as in
+            `mla_cute.sparse_decode`. The cache's last dim says which format it is.
         block_table, cache_seqlens: of dense attention; ignored, None is fine.
         head_dim_v: 512. causal: False. is_fp8_kvcache: True.
         tile_scheduler_metadata, num_splits: what `get_mla_metadata` returned. A `FlashMLASchedMeta` (num_splits None)
@@ -154,20 +156,18 @@ def flash_mla_with_kvcache(
         transposed view, not contiguous.
 
     Raises AssertionError where FlashMLA does: a call that differs from the first one of the same FlashMLASchedMeta, or
-    causal or not is_fp8_kvcache with indices. NotImplementedError for dense attention and extra keys. Otherwise
-    ValueError or TypeError.
+    causal or not is_fp8_kvcache with indices. NotImplementedError for dense attention. Otherwise ValueError or
+    TypeError.
     """
-    for name, value in (
-        ("extra_k_cache", extra_k_cache),
-        ("extra_indices_in_kvcache", extra_indices_in_kvcache),
-        ("extra_topk_length", extra_topk_length),
-    ):
-        if value is not None:
-            raise NotImplementedError(f"{name}: must be None, this version has no extra keys, got a tensor")
     _has_dims("q", q, 4)
     _has_dims("k_cache", k_cache, 4)
-    if indices is not None:
-        _has_dims("indices", indices, 3)
+    for name, t, dims in (
+        ("indices", indices, 3),
+        ("extra_k_cache", extra_k_cache, 4),
+        ("extra_indices_in_kvcache", extra_indices_in_kvcache, 3),
+    ):
+        if t is not None:
+            _has_dims(name, t, dims)
     _is_bool("causal", causal)
     _is_bool("is_fp8_kvcache", is_fp8_kvcache)
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
@@ -186,8 +186,8 @@ def flash_mla_with_kvcache(
             causal=causal,
             is_fp8_kvcache=is_fp8_kvcache,
             topk=None if indices is None else indices.shape[-1],
-            extra_page_block_size=None,
-            extra_topk=None,
+            extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+            extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
         )
         if meta.have_initialized:
             _assert_same(config, meta.config)
@@ -204,14 +204,20 @@ def flash_mla_with_kvcache(
     if head_dim_v != D_V:
         _no("head_dim_v", f"must be {D_V}", head_dim_v)
 
-    options = {"softmax_scale": softmax_scale, "topk_length": topk_length, "attn_sink": attn_sink, "out": out}
+    plan_options = {
+        "topk_length": topk_length,
+        "extra_indices": extra_indices_in_kvcache,
+        "extra_topk_length": extra_topk_length,
+    }
+    options = {"softmax_scale": softmax_scale, "attn_sink": attn_sink, "extra_kv_cache": extra_k_cache, "out": out}
+    options |= plan_options
     if q.shape[0] == 0:
         out, lse = sparse_decode(q, k_cache, indices, **options)
         return out, lse.transpose(1, 2)
     plan = None if meta is None else meta._plan_in_use()
     if plan is None:
         check_sparse_decode(q, k_cache, indices, **options)  # before the planner is launched
-        plan = plan_decode(q, indices, topk_length=topk_length)
+        plan = plan_decode(q, indices, **plan_options)
         if meta is None and tile_scheduler_metadata.shape[0] < plan.num_parts:
             _no("tile_scheduler_metadata", f"must have {plan.num_parts} rows or more", tile_scheduler_metadata.shape[0])
     out, lse = sparse_decode(q, k_cache, indices, plan=plan, **options)

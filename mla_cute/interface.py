@@ -34,6 +34,9 @@ def sparse_decode(
     softmax_scale: float | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
+    extra_kv_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
     config: Any = None,
     impl: ModuleType | str | None = None,
@@ -43,24 +46,30 @@ def sparse_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query token over the cached tokens that its index list selects (MLA decode, FP8 cache).
 
-    With x_j = softmax_scale * q·k_j over the selected tokens j, K = dequantised to bf16, V = the first 512 values of K:
-    lse = ln Σ exp(x_j); out = Σ exp(x_j - lse) v_j, times exp(lse) / (exp(lse) + exp(sink)) where there is a sink.
+    With x_j = softmax_scale * q·k_j over the selected tokens j, K = dequantised to bf16, V = the first 512 values of K
+    (of MODEL1 these are all, RoPE included): lse = ln Σ exp(x_j); out = Σ exp(x_j - lse) v_j, times
+    exp(lse) / (exp(lse) + exp(sink)) where there is a sink.
 
     Args:
-        q: [b, s_q, h_q, 576] bf16; 1 to 128 heads. Last dim contiguous, address and other strides multiples of 16
-            bytes.
-        kv_cache: [num_blocks, page_block_size, 1, 656] in uint8, int8 or float8_e4m3fn: V32 records
-            (`quantize_kv_cache`), tokens of a page 656 bytes apart, address and page stride multiples of 16 bytes; gaps
-            between pages are not read. At most 2**31 - 1 tokens.
+        q: [b, s_q, h_q, 576] bf16, for MODEL1 [b, s_q, h_q, 512]; 1 to 128 heads. Last dim contiguous, address and other
+            strides multiples of 16 bytes.
+        kv_cache: [num_blocks, page_block_size, 1, bytes_per_token] in uint8, int8 or float8_e4m3fn, as
+            `quantize_kv_cache` writes it: 656 bytes a token are V32 (DeepSeek V3 to V3.2), 584 MODEL1 (DeepSeek V4).
+            stride(1) = bytes_per_token, address and page stride multiples of 16 bytes; gaps between pages are not read.
+            Any page size, at most 2**31 - 1 tokens.
         indices: [b, s_q, topk] int32, page * page_block_size + offset (`to_cache_indices`), last dim contiguous, topk
-            >= 1. Negative entries are skipped wherever they stand, duplicates count each time; all others are trusted:
-            an index past the cache reads foreign memory.
-        softmax_scale: positive; default 576 ** -0.5.
+            >= 1. Entries that are no token of the cache (negative, or num_blocks * page_block_size and more) are skipped
+            wherever they stand, nothing is read for them; duplicates count each time.
+        softmax_scale: positive; default d_qk ** -0.5.
         topk_length: [b] int32; only the first topk_length[r] entries of request r's lists are looked at. Values are
             clamped to [0, topk].
         attn_sink: [h_q] fp32, natural-log units: one more logit a head, without a value. -inf has no effect, +inf gives
             out = 0.
-        plan: from `plan_decode`, for calls with the same shapes and the same topk_length values; saves the planner's
+        extra_kv_cache: a second cache of the same format, with a page size of its own, whose tokens are attended to
+            beside those of kv_cache: one softmax over both.
+        extra_indices: [b, s_q, extra_topk] int32, into extra_kv_cache, which needs them; rules as for indices.
+        extra_topk_length: [b] int32, as topk_length, for extra_indices.
+        plan: from `plan_decode`, for calls with the same shapes and the same lengths; saves the planner's
             launch. Default: planned in this call, on the device, without a host sync.
         config: the implementation's `Config`; default plan.config, or `default_config` of the implementation.
         impl: another implementation: a module with `Config`, `default_config` and `compile`, its importable name, or
@@ -90,6 +99,9 @@ def sparse_decode(
         softmax_scale=softmax_scale,
         topk_length=topk_length,
         attn_sink=attn_sink,
+        extra_kv_cache=extra_kv_cache,
+        extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length,
         out=out,
         lse=lse,
     )
@@ -106,7 +118,7 @@ def sparse_decode(
         or ready.compile is not ready.module.compile  # reloaded
         or backend is not None  # its session may be another one
     ):
-        ready = _prepare(problem, plan, config, impl, backend, q, indices, topk_length)
+        ready = _prepare(problem, plan, config, impl, backend, q, indices, extra_indices)
     empty = ready.empty
     if ready.device_index is not None and ready.device_index != torch.cuda.current_device():
         empty = functools.partial(_empty, q.device)
@@ -117,13 +129,26 @@ def sparse_decode(
     if ready.kernel is None:  # an empty batch
         return out, lse
     if plan is None:
-        config = ready.kernel_config
-        plan = plan_decode(q, indices, topk_length=topk_length, config=config, impl=ready.module, backend=backend)
+        plan = plan_decode(
+            q,
+            indices,
+            topk_length=topk_length,
+            extra_indices=extra_indices,
+            extra_topk_length=extra_topk_length,
+            config=ready.kernel_config,
+            impl=ready.module,
+            backend=backend,
+        )
     ready.kernel(  # on torch's current stream of the tensors' device, whichever device is the current one
         q,
         kv_cache if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8),
         indices,
         topk_length,
+        extra_kv_cache
+        if extra_kv_cache is None or extra_kv_cache.dtype is torch.uint8
+        else extra_kv_cache.view(torch.uint8),
+        extra_indices,
+        extra_topk_length,
         attn_sink,
         ready.default_scale if softmax_scale is None else float(softmax_scale),
         plan.metadata,
@@ -157,12 +182,13 @@ class _Ready(NamedTuple):
 _ready = _Ready()  # of the last call: the layers of a model make the same call again and again
 
 
-def _prepare(problem, plan, config, impl, backend, q, indices, topk_length) -> _Ready:
+def _prepare(problem, plan, config, impl, backend, q, indices, extra_indices) -> _Ready:
     """Which kernel runs, and do plan and config belong to it: the part of the checks that needs the implementation."""
     global _ready
     where = target(q.device, backend)
     module = select_impl(q.device, impl, backend)
     b, s_q, h_q, d_qk = q.shape
+    topk, extra_topk = indices.shape[2], 0 if extra_indices is None else extra_indices.shape[2]
     if config is not None:
         check_config(module, config)
     if plan is not None:
@@ -174,8 +200,10 @@ def _prepare(problem, plan, config, impl, backend, q, indices, topk_length) -> _
             b=b,
             s_q=s_q,
             h_q=h_q,
-            topk=indices.shape[2],
-            has_topk_length=topk_length is not None,
+            topk=topk,
+            has_topk_length=problem.has_topk_length,
+            extra_topk=extra_topk,
+            has_extra_topk_length=problem.has_extra_topk_length,
             device=q.device,
             config=config,
         )
@@ -183,7 +211,8 @@ def _prepare(problem, plan, config, impl, backend, q, indices, topk_length) -> _
     else:
         kernel_config = module.default_config(problem) if config is None else config
     kernel_config.check(problem)
-    where.admit(b * s_q * problem.head_tiles * -(-indices.shape[2] // kernel_config.tile_n))
+    tile_n = kernel_config.tile_n
+    where.admit(b * s_q * problem.head_tiles * (-(-topk // tile_n) + -(-extra_topk // tile_n)))
     parts = kernel_config.num_parts(problem, s_q, where.num_sms) if plan is None else plan.num_parts
     slots = 2 * parts if parts > 1 else 0  # a plan in one part splits no request: there are no partial results
     made = _Ready(

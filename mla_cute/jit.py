@@ -461,6 +461,9 @@ def warmup(
     *,
     has_topk_length=(False, True),
     has_attn_sink=(False, True),
+    kv_format="v32",
+    has_extra=False,
+    has_extra_topk_length=False,
     arch: str | None = None,
     impl: ModuleType | str | None = None,
     config=None,
@@ -469,20 +472,30 @@ def warmup(
 ) -> list[tuple[str, float, bool]]:
     """Compile the kernels of `sparse_decode` into the disk cache, several at a time; needs no GPU when `arch` is given.
 
-    h_q: query heads, an int or several; has_topk_length, has_attn_sink: bools, or both values; arch: such as "sm_90a",
-    default the current GPU's; impl, config: as in `sparse_decode`; jobs: processes, default the CPUs this one may use;
-    progress: draw a bar. The processes are spawned, so a script calls this under `if __name__ == "__main__":`.
+    h_q: query heads, an int or several; has_topk_length, has_attn_sink, has_extra (extra keys), has_extra_topk_length: bools,
+    or both values; kv_format: "v32", "model1" or both; arch: such as "sm_90a", default the current GPU's; impl, config: as in
+    `sparse_decode`; jobs: processes, default the CPUs this one may use; progress: draw a bar. The processes are spawned, so a
+    script calls this under `if __name__ == "__main__":`.
 
     Returns (kernel, seconds, whether it was there already) per kernel. Raises, before it compiles, ValueError or TypeError
     naming the argument and NotImplementedError for an arch without a kernel; then CompileError, RuntimeError naming the
     kernel for any other failure, OSError when the cache cannot be written.
     """
     from .interface import check_config, select_impl
-    from .validate import MAX_HEADS
+    from .validate import FORMATS, MAX_HEADS
 
     heads = _several("h_q", h_q, int)
     lengths = _several("has_topk_length", has_topk_length, bool)
     sinks = _several("has_attn_sink", has_attn_sink, bool)
+    formats = _several("kv_format", kv_format, str)
+    extras = _several("has_extra", has_extra, bool)
+    extra_lengths = _several("has_extra_topk_length", has_extra_topk_length, bool)
+    known = [fmt.name for fmt in FORMATS.values()]
+    for name in formats:
+        if name not in known:
+            raise ValueError(f"kv_format: must be {' or '.join(known)}, got {name}")
+    if extra_lengths == (True,) and True not in extras:
+        raise ValueError("has_extra: must be True with has_extra_topk_length, got False")
     for n in heads:
         if not 1 <= n <= MAX_HEADS:
             raise ValueError(f"h_q: must be 1 to {MAX_HEADS}, got {n}")
@@ -503,23 +516,52 @@ def warmup(
     module = arch_module("sparse_decode", arch) if impl is None else select_impl("cpu", impl)
     if config is not None:
         check_config(module, config)
-    todo = warmup_jobs(heads, lengths, sinks, arch, module, config)
+    extra = {"kv_format": formats, "has_extra": extras, "has_extra_topk_length": extra_lengths}
+    todo = warmup_jobs(heads, lengths, sinks, arch, module, config, **extra)
     for job in todo:
         if job.module is module:
             job.config.check(job.problem)
     return compile_ahead(todo, processes=jobs, progress=progress)
 
 
-def warmup_jobs(h_q, has_topk_length, has_attn_sink, arch, impl=None, config=None) -> list[Job]:
+def warmup_jobs(
+    h_q,
+    has_topk_length,
+    has_attn_sink,
+    arch,
+    impl=None,
+    config=None,
+    *,
+    kv_format=("v32",),
+    has_extra=(False,),
+    has_extra_topk_length=(False,),
+) -> list[Job]:
     """Every kernel that `sparse_decode` launches for these problems (sequences of values): the planner's and its own."""
     from . import schedule_kernel
-    from .validate import Problem
+    from .validate import FORMATS, Problem
 
+    formats = [fmt for fmt in FORMATS.values() if fmt.name in kv_format]
     found = []
-    for heads, lengths, sink in itertools.product(h_q, has_topk_length, has_attn_sink):
-        problem = Problem(op="sparse_decode", h_q=heads, has_topk_length=bool(lengths), has_attn_sink=bool(sink))
+    for fmt, heads, lengths, extra, extra_lengths, sink in itertools.product(
+        formats, h_q, has_topk_length, has_extra, has_extra_topk_length, has_attn_sink
+    ):
+        if extra_lengths and not extra:
+            continue
+        problem = Problem(
+            op="sparse_decode",
+            h_q=heads,
+            d_qk=fmt.d_qk,
+            kv_format=fmt.name,
+            has_topk_length=bool(lengths),
+            has_attn_sink=bool(sink),
+            has_extra=bool(extra),
+            has_extra_topk_length=bool(extra_lengths),
+        )
         module = impl or arch_module(problem.op, arch)
-        plan = schedule_kernel.PlanProblem(problem.has_topk_length, use_workspace=False)  # True only for huge batches
+        # A workspace is for huge batches only.
+        plan = schedule_kernel.PlanProblem(
+            problem.has_topk_length, use_workspace=False, has_extra_topk_length=problem.has_extra_topk_length
+        )
         found.append(Job(module, problem, config or module.default_config(problem), arch))
         found.append(Job(schedule_kernel, plan, None, arch))
     return list(dict.fromkeys(found))

@@ -2,7 +2,10 @@
 
 A cache is a tensor [num_blocks, page_block_size, 1, bytes_per_token] of one-byte elements. Pages may lie further apart
 than their bytes need (stride(0) free); what lies between them is never read or written. Everything here is plain torch,
-on any device. The layout and the quantiser are those of DeepSeek's FlashMLA (V32: DeepSeek V3, V3.1, V3.2).
+on any device. The layouts and the quantiser are those of DeepSeek's FlashMLA:
+
+    V32     656 bytes a token  DeepSeek V3, V3.1, V3.2: 512 e4m3, 4 fp32 scales, 64 bf16 RoPE in one row
+    MODEL1  584 bytes a token  DeepSeek V4: rows of 448 e4m3 and 64 bf16 RoPE; behind a page's rows its e8m0 scales
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ E4M3_MAX = 448.0  # largest finite e4m3fn value
 E4M3_NAN = 0x7F  # the one NaN code the quantiser writes
 POW2_FLOOR = 1e-4  # floor of amax/448 before the power of two: no scale is below 2^-13
 FP32_TINY = torch.finfo(torch.float32).tiny  # smallest normal fp32, 2^-126
+FP32_E8M0_ZERO = 0x00400000  # fp32 bits of e8m0's code 0: 2^-127, its only subnormal
+E8M0_NAN = 0xFF
 
 CACHE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 CHUNK_VALUES = 1 << 25  # values converted at once: bounds the fp32 temporaries to a few times 128 MiB
@@ -26,16 +31,20 @@ CHUNK_VALUES = 1 << 25  # values converted at once: bounds the fp32 temporaries 
 class KVFormat:
     """Byte layout of one cached token; all offsets and sizes in bytes unless a name says otherwise.
 
-    Token t of a page is a row, `row_bytes` apart:
+    Token t of a page is a row, `row_bytes` apart; its scales are in the row, or `scale_row_bytes` apart in a plane of their
+    own behind the rows of the page:
 
         codes:  t * row_bytes + nope_offset    d_nope bytes of e4m3
         RoPE:   t * row_bytes + rope_offset    d_rope bf16
-        scales: t * row_bytes + scale_offset   num_scales fp32
+        scales: t * row_bytes + scale_offset   num_scales fp32 or e8m0, or
+                page_block_size * row_bytes + t * scale_row_bytes + scale_offset
+
+    With a plane, the tensor's last dim and stride(1) still say `bytes_per_token`, though nothing lies at multiples of it.
     """
 
     name: str
     d_qk: int  # values of one key: NoPE then RoPE
-    d_v: int  # values of one value row: the first d_v of the key
+    d_v: int  # values of one value row: the first d_v of the key (of MODEL1 all, RoPE included)
     d_nope: int
     d_rope: int
     quant_tile: int  # consecutive NoPE values sharing one scale
@@ -43,8 +52,10 @@ class KVFormat:
     row_bytes: int
     nope_offset: int
     rope_offset: int
-    scale_bytes: int  # one scale: 4 = fp32
+    scale_bytes: int  # one scale: 4 = fp32, 1 = e8m0 (2^(code - 127), 0xFF = NaN)
     scale_offset: int
+    scale_plane: bool = False  # scales lie behind the page's rows
+    scale_row_bytes: int = 0  # bytes a token in that plane
 
     @property
     def num_scales(self) -> int:
@@ -54,6 +65,11 @@ class KVFormat:
     @property
     def rope_bytes(self) -> int:
         return 2 * self.d_rope  # bf16
+
+    def page_bytes(self, page_block_size: int) -> int:
+        """Bytes between pages in a new cache: with a scale plane whole rows, as FlashMLA wants them on Blackwell."""
+        size = page_block_size * self.bytes_per_token
+        return -(-size // self.row_bytes) * self.row_bytes
 
 
 V32 = KVFormat(
@@ -71,6 +87,25 @@ V32 = KVFormat(
     scale_offset=512,
 )
 
+MODEL1 = KVFormat(
+    name="model1",
+    d_qk=512,
+    d_v=512,
+    d_nope=448,
+    d_rope=64,
+    quant_tile=64,
+    bytes_per_token=584,
+    row_bytes=576,
+    nope_offset=0,
+    rope_offset=448,
+    scale_bytes=1,
+    scale_offset=0,
+    scale_plane=True,
+    scale_row_bytes=8,  # 7 scales and a byte of padding: written 0, never looked at
+)
+
+FORMATS = {fmt.name: fmt for fmt in (V32, MODEL1)}
+
 
 def quantize_kv_cache(
     kv: torch.Tensor,
@@ -83,18 +118,20 @@ def quantize_kv_cache(
 
     Args:
         kv: [num_blocks, page_block_size, 1, d_qk] bf16, fp16 or fp32, any strides; NoPE values first, RoPE last.
+        kv_format: V32 or MODEL1.
         scales: for each tile of `quant_tile` values,
             "pow2": 2^ceil(log2(max(amax/448, 1e-4))), exact (no floating-point log);
-            "amax": amax/448 in fp32, at least the smallest normal fp32 (what vLLM's writer stores);
-            or a fp32 tensor that broadcasts to [num_blocks, page_block_size, 1, num_scales], positive or NaN (poison).
+            "amax": amax/448 in fp32, at least the smallest normal fp32 (what vLLM's writer stores); not for MODEL1;
+            or a fp32 tensor that broadcasts to [num_blocks, page_block_size, 1, num_scales], positive or NaN (poison);
+            for MODEL1, whose scales are e8m0, powers of two from 2^-127 on.
         out: where to write, [num_blocks, page_block_size, 1, bytes_per_token] of uint8, int8 or float8_e4m3fn; its
-            pages may be strided (`pool[:, :page]`) but not overlap, the gaps are not touched. Default: a new
-            contiguous uint8 tensor.
+            pages may be strided (`pool[:, :page]`) but not overlap, the gaps are not touched. Default: a new uint8
+            tensor; V32's is contiguous, pages of MODEL1 are padded to a multiple of 576 bytes.
 
     Returns: `out`.
 
-    A tile that holds a NaN gets a NaN scale and NaN codes throughout (0x7F); one that holds an Inf gets scale +inf,
-    codes 0 for its finite values and NaN for the infinite ones (an explicit scale saturates them instead). RoPE is
+    A tile that holds a NaN gets a NaN scale and NaN codes throughout (0x7F); one that holds an Inf gets scale +inf (NaN in
+    e8m0), codes 0 for its finite values and NaN for the infinite ones (an explicit scale saturates them instead). RoPE is
     copied as it is.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, stride, device or scale.
@@ -113,12 +150,22 @@ def quantize_kv_cache(
             raise ValueError(f"scales: must broadcast to {list(shape)}, got {list(scales.shape)}") from None
         if bool((scales <= 0).any()):
             raise ValueError(f"scales: must be positive, got {float(scales[scales <= 0][0])}")
+        if kv_format.scale_bytes == 1:
+            bits = scales.view(torch.int32)
+            other = (bits & 0x7FFFFF != 0) & (bits != FP32_E8M0_ZERO) & ~scales.isnan()
+            if bool(other.any()):
+                needed = f"must be powers of two from 2^-127 on for {kv_format.name.upper()}, whose scales are e8m0"
+                raise ValueError(f"scales: {needed}, got {float(scales[other][0])}")
     elif not isinstance(scales, str):
         raise TypeError(f'scales: must be "pow2", "amax" or a fp32 tensor, got {type(scales).__name__}')
     elif scales not in ("pow2", "amax"):
         raise ValueError(f'scales: must be "pow2", "amax" or a fp32 tensor, got "{scales}"')
+    elif scales == "amax" and kv_format.scale_bytes == 1:
+        needed = f'must be "pow2" or a fp32 tensor for {kv_format.name.upper()}, whose scales are e8m0'
+        raise ValueError(f'scales: {needed}, got "amax"')
     if out is None:
-        out = torch.empty(num_blocks, page, 1, kv_format.bytes_per_token, dtype=torch.uint8, device=kv.device)
+        pool = torch.empty(num_blocks, kv_format.page_bytes(page), dtype=torch.uint8, device=kv.device)
+        out = pool[:, : page * kv_format.bytes_per_token].view(num_blocks, page, 1, kv_format.bytes_per_token)
     _check_cache("out", out, kv_format)
     if out.shape[:2] != kv.shape[:2]:
         raise ValueError(f"out: must have {num_blocks} blocks of {page} tokens as kv has, got {list(out.shape)}")
@@ -138,7 +185,7 @@ def quantize_kv_cache(
         # Not every torch saturates: older ones make NaN of an overflow. Clamp keeps NaN; masked_fill drops its sign.
         codes = y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(y.isnan(), E4M3_NAN)
         codes_out[chunk] = codes.flatten(-2)
-        scales_out[chunk] = s.contiguous().view(torch.uint8)
+        scales_out[chunk] = _scale_bytes(s, kv_format)
         rope_out[chunk] = kv[chunk, :, 0, kv_format.d_nope :].to(torch.bfloat16).contiguous().view(torch.uint8)
     return out
 
@@ -238,28 +285,51 @@ def _tile_scales(x: torch.Tensor, rule: str) -> torch.Tensor:
     return torch.where(amax.isnan(), torch.nan, s)
 
 
+def _scale_bytes(s: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """uint8 [..., bytes of a token's scales, with padding] from fp32 [..., num_scales]."""
+    if fmt.scale_bytes == 4:
+        return s.contiguous().view(torch.uint8)
+    # The exponent field of fp32 is e8m0: of a power of two, of 2^-127 (a subnormal: 0), of NaN and +inf (255).
+    codes = (s.view(torch.int32) >> 23).to(torch.uint8)
+    return torch.nn.functional.pad(codes, (0, fmt.scale_row_bytes - fmt.num_scales))
+
+
+def _scale_values(raw: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
+    """fp32 [..., num_scales] from what `_scale_bytes` makes; padding may be anything."""
+    if fmt.scale_bytes == 4:
+        return _packed(raw).view(torch.float32)
+    codes = raw[..., : fmt.num_scales].to(torch.int32)
+    values = torch.where(codes == 0, FP32_E8M0_ZERO, codes << 23).view(torch.float32)
+    return values.masked_fill(codes == E8M0_NAN, torch.nan)
+
+
 def _planes(cache: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a checked cache without the gaps: codes, scales and RoPE, each uint8 [num_blocks, page, bytes]."""
     num_blocks, page = cache.shape[:2]
     raw, start = cache.view(torch.uint8), cache.storage_offset()
+    if fmt.scale_plane:
+        scale_bytes = scale_row = fmt.scale_row_bytes  # with the padding
+        scale_offset = page * fmt.row_bytes + fmt.scale_offset
+    else:
+        scale_bytes, scale_row, scale_offset = fmt.num_scales * fmt.scale_bytes, fmt.row_bytes, fmt.scale_offset
     if num_blocks == 0:
         empty = raw.new_empty(0)
-        return tuple(empty.view(0, page, n) for n in (fmt.d_nope, fmt.num_scales * fmt.scale_bytes, fmt.rope_bytes))
+        return tuple(empty.view(0, page, n) for n in (fmt.d_nope, scale_bytes, fmt.rope_bytes))
 
-    def plane(nbytes: int, offset: int) -> torch.Tensor:
-        return raw.as_strided((num_blocks, page, nbytes), (cache.stride(0), fmt.row_bytes, 1), start + offset)
+    def plane(nbytes: int, offset: int, row: int) -> torch.Tensor:
+        return raw.as_strided((num_blocks, page, nbytes), (cache.stride(0), row, 1), start + offset)
 
     return (
-        plane(fmt.d_nope, fmt.nope_offset),
-        plane(fmt.num_scales * fmt.scale_bytes, fmt.scale_offset),
-        plane(fmt.rope_bytes, fmt.rope_offset),
+        plane(fmt.d_nope, fmt.nope_offset, fmt.row_bytes),
+        plane(scale_bytes, scale_offset, scale_row),
+        plane(fmt.rope_bytes, fmt.rope_offset, fmt.row_bytes),
     )
 
 
 def _decode(codes: torch.Tensor, scales: torch.Tensor, rope: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     """bf16 [..., d_qk] from the byte planes of the same leading shape."""
     values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (fmt.num_scales, fmt.quant_tile))
-    s = _packed(scales).view(torch.float32).unsqueeze(-1)  # [..., num_scales, 1]
+    s = _scale_values(scales, fmt).unsqueeze(-1)  # [..., num_scales, 1]
     nope = (values * s).flatten(-2).to(torch.bfloat16)
     return torch.cat([nope, _packed(rope).view(torch.bfloat16)], dim=-1)
 
@@ -290,9 +360,11 @@ def _check_cache(name: str, cache: object, fmt: KVFormat) -> None:
             f"{name}: must be [num_blocks, page_block_size >= 1, 1, {fmt.bytes_per_token}], got {list(cache.shape)}"
         )
     if cache.shape[3] != fmt.bytes_per_token:
-        raise ValueError(
-            f"{name}: last dim must be {fmt.bytes_per_token} bytes for {fmt.name.upper()}, got {cache.shape[3]}"
-        )
+        got = str(cache.shape[3])
+        for other in FORMATS.values():
+            if cache.shape[3] == other.bytes_per_token:
+                got += f": kv_format=mla_cute.{other.name.upper()} reads that"
+        raise ValueError(f"{name}: last dim must be {fmt.bytes_per_token} bytes for {fmt.name.upper()}, got {got}")
     if cache.stride(3) != 1:
         raise ValueError(f"{name}: stride(3) must be 1, got {cache.stride(3)}")
     if cache.shape[1] > 1 and cache.stride(1) != fmt.bytes_per_token:

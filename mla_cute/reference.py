@@ -4,8 +4,9 @@ They define what the kernels must compute, and serve as an implementation themse
 `compile`): CPU tensors take it, and `impl=mla_cute.reference` selects it on any device.
 
 Sparse decode attends, for each query token, the listed keys that are valid: position i of the list counts if
-i < topk_length[r] (every position if there is no topk_length) and indices[r, s, i] >= 0. A key listed twice counts
-twice. With x_j = softmax_scale * q·k_j over the attended keys j:
+i < topk_length[r] (every position if there is no topk_length) and indices[r, s, i] is the number of a token in the cache:
+neither negative nor past the end. A second list of keys in a second cache (extra_indices, ...) adds its own, by the same
+rules. A key listed twice counts twice. With x_j = softmax_scale * q·k_j over all attended keys j:
 
     lse = ln Σ exp(x_j)        out = σ Σ exp(x_j - lse) v_j        σ = 1 / (1 + exp(sink - lse)), 1 without sink
 
@@ -24,8 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from .kv_cache import V32, KVFormat, gather_tokens
-from .validate import Problem, check_int
+from .kv_cache import FORMATS, KVFormat, gather_tokens
+from .validate import INT32_MAX, Problem, check_int
 
 LOG2_E = math.log2(math.e)
 CHUNK_BYTES = 1 << 28  # dequantised keys held at once: a few query tokens of topk 2048, not a whole batch
@@ -42,7 +43,10 @@ def sparse_decode(
     softmax_scale: float | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
-    kv_format: KVFormat = V32,
+    extra_kv_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    kv_format: KVFormat | None = None,
     dtype: torch.dtype = torch.float32,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,47 +56,74 @@ def sparse_decode(
         q: [b, s_q, h_q, d_qk] bf16 (any float dtype), any h_q.
         kv_cache: [num_blocks, page_block_size, 1, bytes_per_token] in `kv_format`, or unquantised keys
             [num_blocks, page_block_size, 1, d_qk] bf16 (how far does quantisation itself move the result?).
-        indices: int32 [b, s_q, topk], physical token numbers; negative = none.
+        indices: int32 [b, s_q, topk], physical token numbers; negative or past the cache = none.
         softmax_scale: factor on q·k; default d_qk ** -0.5.
         topk_length: int32 [b] or None. attn_sink: fp32 [h_q] in natural-log units, or None.
+        extra_kv_cache, extra_indices, extra_topk_length: more keys: a cache like kv_cache with a page size of its own,
+            int32 [b, s_q, extra_topk] and int32 [b]; the first two or none of them.
+        kv_format: default: the one whose bytes (of unquantised keys: whose d_qk) kv_cache's last dim has.
         dtype: torch.float32 or torch.float64, of all arithmetic. out_dtype: of out; default q.dtype.
 
     Returns: out [b, s_q, h_q, d_v] and lse [b, s_q, h_q] in `dtype`, natural log, without the sink.
 
-    Raises ValueError if an attended index lies outside the cache.
+    Raises ValueError if kv_cache's last dim tells no format.
     """
     b, s_q, h_q, d_qk = q.shape
-    topk = indices.shape[-1]
     scale = d_qk**-0.5 if softmax_scale is None else softmax_scale
-    valid = _valid(indices, topk_length).reshape(b * s_q, topk)
-    idx, q_rows = indices.reshape(b * s_q, topk), q.reshape(b * s_q, h_q, d_qk)
-    out = torch.empty(b * s_q, h_q, kv_format.d_v, dtype=out_dtype or q.dtype, device=q.device)
+    fmt = kv_format or _format_of(kv_cache)
+    lists = [_Keys.listed(kv_cache, indices, topk_length)]
+    if extra_kv_cache is not None:
+        lists.append(_Keys.listed(extra_kv_cache, extra_indices, extra_topk_length))
+    lists = [_Keys(k.kv_cache, k.indices.flatten(0, 1), k.valid.flatten(0, 1)) for k in lists]
+    q_rows, keys = q.reshape(b * s_q, h_q, d_qk), sum(k.indices.shape[-1] for k in lists)
+    out = torch.empty(b * s_q, h_q, fmt.d_v, dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(b * s_q, h_q, dtype=dtype, device=q.device)
-    step = max(1, CHUNK_BYTES // (max(topk, 1) * d_qk * dtype.itemsize))
+    step = max(1, CHUNK_BYTES // (max(keys, 1) * d_qk * dtype.itemsize))
     for i in range(0, b * s_q, step):
         rows = slice(i, i + step)
-        o, lse[rows] = _attend(q_rows[rows], kv_cache, idx[rows], valid[rows], scale, kv_format, dtype)
+        o, lse[rows] = _attend(q_rows[rows], [k[rows] for k in lists], scale, fmt, dtype)
         if attn_sink is not None:
             sigma = torch.sigmoid(lse[rows] - attn_sink.to(dtype))  # [n, h_q]; junk (inf - inf) in empty rows
             o = torch.where(lse[rows, :, None] == math.inf, 0.0, o * sigma.unsqueeze(-1))
         out[rows] = o.to(out.dtype)
-    return out.view(b, s_q, h_q, kv_format.d_v), lse.view(b, s_q, h_q)
+    return out.view(b, s_q, h_q, fmt.d_v), lse.view(b, s_q, h_q)
 
 
-def _valid(indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
-    """bool [b, s_q, topk]: which list positions are attended."""
-    valid = indices >= 0
-    if topk_length is not None:
-        position = torch.arange(indices.shape[-1], device=indices.device)
-        valid = valid & (position < topk_length[:, None, None])
-    return valid
+def _format_of(kv_cache: torch.Tensor) -> KVFormat:
+    """The format of an FP8 cache or of unquantised keys, by the last dim."""
+    is_unquantised = kv_cache.dtype == torch.bfloat16
+    sizes = {fmt.d_qk if is_unquantised else fmt.bytes_per_token: fmt for fmt in FORMATS.values()}
+    if kv_cache.shape[-1] not in sizes:
+        known = " or ".join(f"{size} ({fmt.name.upper()})" for size, fmt in sizes.items())
+        raise ValueError(f"kv_cache: last dim must be {known}, got {kv_cache.shape[-1]}")
+    return sizes[kv_cache.shape[-1]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Keys:
+    """Listed keys of one cache; a subscript is one of the list."""
+
+    kv_cache: torch.Tensor
+    indices: torch.Tensor  # [..., keys]
+    valid: torch.Tensor  # bool [..., keys]: which of them are attended
+
+    @classmethod
+    def listed(cls, kv_cache: torch.Tensor, indices: torch.Tensor, length: torch.Tensor | None) -> _Keys:
+        """indices [b, s_q, topk], length [b] or None."""
+        last = kv_cache.shape[0] * kv_cache.shape[1] - 1
+        valid = (indices >= 0) & (indices <= min(last, INT32_MAX))
+        if length is not None:
+            position = torch.arange(indices.shape[-1], device=indices.device)
+            valid = valid & (position < length[:, None, None])
+        return cls(kv_cache, indices, valid)
+
+    def __getitem__(self, i) -> _Keys:
+        return _Keys(self.kv_cache, self.indices[i], self.valid[i])
 
 
 def _attend(
     q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor,
-    valid: torch.Tensor,
+    lists: list[_Keys],
     scale: float,
     fmt: KVFormat,
     dtype: torch.dtype,
@@ -100,12 +131,17 @@ def _attend(
     """Softmax attention of n query tokens, without sink: o [n, h_q, d_v] (0 if empty), lse [n, h_q] natural (+inf if
     empty).
 
-    q [n, h_q, d_qk]; indices, valid [n, keys].
+    q [n, h_q, d_qk]; each list [n, its keys].
     """
-    n, keys = indices.shape
+    valid = torch.cat([k.valid for k in lists], dim=-1)
+    n, keys = valid.shape
     # Keys that are not attended stay 0: their weight is 0, and 0 * NaN would be NaN.
     k = torch.zeros(n, keys, fmt.d_qk, dtype=dtype, device=q.device)
-    k[valid] = _gather(kv_cache, indices[valid], fmt).to(dtype)
+    begin = 0
+    for part in lists:
+        end = begin + part.valid.shape[1]
+        k[:, begin:end][part.valid] = _gather(part.kv_cache, part.indices[part.valid], fmt).to(dtype)
+        begin = end
     with _full_fp32_matmul(), torch.autocast(q.device.type, enabled=False):
         scores = (q.to(dtype) @ k.mT) * scale  # [n, h_q, keys]
         scores = scores.masked_fill(~valid.unsqueeze(1), -math.inf)
@@ -121,12 +157,7 @@ def _attend(
 
 def _gather(kv_cache: torch.Tensor, tokens: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     """The named tokens, bf16 [n, d_qk], of an FP8 cache or of unquantised keys."""
-    num_blocks, page = kv_cache.shape[:2]
-    if tokens.numel() and int(tokens.max()) >= num_blocks * page:
-        raise ValueError(
-            f"indices: attended entries must be below num_blocks * page_block_size = {num_blocks * page}, "
-            f"got {int(tokens.max())}"
-        )
+    page = kv_cache.shape[1]
     if kv_cache.dtype == torch.bfloat16:
         return kv_cache[tokens.long() // page, tokens.long() % page, 0]
     return gather_tokens(kv_cache, tokens, kv_format=fmt)
@@ -157,13 +188,26 @@ _matmul_lock = threading.RLock()  # the settings are the process's: two threads 
 # ---- the plan
 
 
-def sparse_num_keys(b: int, topk: int, topk_length: torch.Tensor | None = None) -> list[int]:
-    """Keys the plan counts for each request: topk_length clamped to [0, topk], or topk.
+def sparse_num_keys(
+    b: int,
+    topk: int,
+    topk_length: torch.Tensor | None = None,
+    *,
+    extra_topk: int = 0,
+    extra_topk_length: torch.Tensor | None = None,
+    tile_n: int = 64,
+) -> list[int]:
+    """Keys the plan counts for each request: topk_length clamped to [0, topk], or topk; and those of the extra cache.
 
-    0 counts as 1: every request has a block, so that some part writes its zeros.
+    0 counts as 1: every request has a block, so that some part writes its zeros. The extra keys (extra_topk_length clamped
+    to [0, extra_topk], or extra_topk) begin with a block of their own: what comes before counts as whole blocks of tile_n.
     """
     lengths = [topk] * b if topk_length is None else topk_length.tolist()
-    return [max(min(n, topk), 1) for n in lengths]
+    keys = [max(min(n, topk), 1) for n in lengths]
+    if extra_topk == 0:
+        return keys
+    extra = [extra_topk] * b if extra_topk_length is None else extra_topk_length.tolist()
+    return [-(-n // tile_n) * tile_n + max(min(more, extra_topk), 0) for n, more in zip(keys, extra)]
 
 
 def plan(
@@ -264,8 +308,11 @@ def partials(
     *,
     softmax_scale: float | None = None,
     topk_length: torch.Tensor | None = None,
+    extra_kv_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
     tile_n: int = 64,
-    kv_format: KVFormat = V32,
+    kv_format: KVFormat | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the main kernel leaves for the combine: each split's own softmax average and log-sum, never with the sink.
@@ -278,13 +325,21 @@ def partials(
     b, s_q, h_q, d_qk = q.shape
     num_slots = 2 * metadata.shape[0]
     scale = d_qk**-0.5 if softmax_scale is None else softmax_scale
-    valid = _valid(indices, topk_length)
-    o_partial = torch.full((num_slots, s_q, h_q, kv_format.d_v), math.nan, dtype=dtype, device=q.device)
+    fmt = kv_format or _format_of(kv_cache)
+    main = _Keys.listed(kv_cache, indices, topk_length)
+    lists = [(main, 0)]  # and the key, in blocks from the request's first, that each list begins at
+    if extra_kv_cache is not None:
+        extra = _Keys.listed(extra_kv_cache, extra_indices, extra_topk_length)
+        ends = [-(-n // tile_n) * tile_n for n in sparse_num_keys(b, indices.shape[-1], topk_length)]
+    o_partial = torch.full((num_slots, s_q, h_q, fmt.d_v), math.nan, dtype=dtype, device=q.device)
     lse_partial = torch.full((num_slots, s_q, h_q), math.nan, dtype=dtype, device=q.device)
     for piece in partial_pieces(metadata, b):
-        end = indices.shape[-1] if piece.end_block is None else piece.end_block * tile_n
-        r, keys = piece.request, slice(piece.begin_block * tile_n, end)
-        o, lse = _attend(q[r], kv_cache, indices[r, :, keys], valid[r, :, keys], scale, kv_format, dtype)
+        r = piece.request
+        if extra_kv_cache is not None:
+            lists = [(main, 0), (extra, ends[r])]
+        begin, end = piece.begin_block * tile_n, None if piece.end_block is None else piece.end_block * tile_n
+        part = [k[r, :, max(begin - at, 0) : None if end is None else max(end - at, 0)] for k, at in lists]
+        o, lse = _attend(q[r], part, scale, fmt, dtype)
         o_partial[piece.slot] = o
         lse_partial[piece.slot] = torch.where(lse == math.inf, -math.inf, lse * LOG2_E)
     return o_partial, lse_partial
@@ -347,11 +402,12 @@ class Config:
         return max(num_sms // (s_q * problem.head_tiles), 1)
 
     def check(self, problem: Problem) -> None:
-        """Raise NotImplementedError unless the problem is sparse decode on a V32 cache, ValueError for bad numbers."""
+        """Raise NotImplementedError unless the problem is sparse decode on a known cache, ValueError for bad numbers."""
         if problem.op != "sparse_decode":
             raise NotImplementedError(f"problem.op: the reference has sparse_decode, got {problem.op}")
-        if problem.kv_format != V32.name:
-            raise NotImplementedError(f"problem.kv_format: the reference reads {V32.name}, got {problem.kv_format}")
+        if problem.kv_format not in FORMATS:
+            known = " and ".join(FORMATS)
+            raise NotImplementedError(f"problem.kv_format: the reference reads {known}, got {problem.kv_format}")
         check_int("tile_n", self.tile_n)
         check_int("fixed_overhead_blocks", self.fixed_overhead_blocks)
         if self.tile_n < 1:
@@ -378,6 +434,9 @@ def compile(problem: Problem, config: Config, arch: str | None = None) -> Callab
         kv_cache: torch.Tensor,  # [num_blocks, page_block_size, 1, bytes_per_token]
         indices: torch.Tensor,  # [b, s_q, topk] int32
         topk_length: torch.Tensor | None,  # [b] int32
+        extra_kv_cache: torch.Tensor | None,  # as kv_cache, with a page size of its own
+        extra_indices: torch.Tensor | None,  # [b, s_q, extra_topk] int32
+        extra_topk_length: torch.Tensor | None,  # [b] int32
         attn_sink: torch.Tensor | None,  # [h_q] fp32
         softmax_scale: float,
         metadata: torch.Tensor | None,  # this and the next two: not used
@@ -387,7 +446,15 @@ def compile(problem: Problem, config: Config, arch: str | None = None) -> Callab
         lse: torch.Tensor,  # [b, s_q, h_q] fp32, any strides
     ) -> None:
         o, ls = sparse_decode(
-            q, kv_cache, indices, softmax_scale=softmax_scale, topk_length=topk_length, attn_sink=attn_sink
+            q,
+            kv_cache,
+            indices,
+            softmax_scale=softmax_scale,
+            topk_length=topk_length,
+            attn_sink=attn_sink,
+            extra_kv_cache=extra_kv_cache,
+            extra_indices=extra_indices,
+            extra_topk_length=extra_topk_length,
         )
         out.copy_(o)
         lse.copy_(ls)

@@ -17,7 +17,7 @@ import torch
 
 from . import reference
 from .target import Target, target
-from .validate import INT32_MAX, MAX_HEADS, MAX_S_Q, Problem, check_dense, check_int
+from .validate import FORMATS, INT32_MAX, MAX_HEADS, MAX_S_Q, Problem, check_dense, check_int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,6 +32,8 @@ class DecodePlan:
     h_q: int
     topk: int
     has_topk_length: bool
+    extra_topk: int  # 0: no extra keys
+    has_extra_topk_length: bool
     num_parts: int  # P
     tile_n: int
     fixed_overhead_blocks: int
@@ -68,6 +70,8 @@ class DecodePlan:
         h_q: int,
         topk: int,
         has_topk_length: bool,
+        extra_topk: int = 0,
+        has_extra_topk_length: bool = False,
         device: torch.device,
         config: Any = None,
     ) -> None:
@@ -78,11 +82,13 @@ class DecodePlan:
         """
         if (
             (b, s_q, h_q, topk, has_topk_length) == (self.b, self.s_q, self.h_q, self.topk, self.has_topk_length)
+            and (extra_topk, has_extra_topk_length) == (self.extra_topk, self.has_extra_topk_length)
             and device == self.metadata.device
             and (config is None or config is self.config or config == self.config)
         ):
             return
-        call = {"b": b, "s_q": s_q, "h_q": h_q, "topk": topk, "has_topk_length": has_topk_length, "device": device}
+        call = {"b": b, "s_q": s_q, "h_q": h_q, "topk": topk, "has_topk_length": has_topk_length}
+        call |= {"extra_topk": extra_topk, "has_extra_topk_length": has_extra_topk_length, "device": device}
         for name, value in call.items():
             if value != getattr(self, name):
                 raise ValueError(f"plan: was made for {name} {getattr(self, name)}, got a call with {name} {value}")
@@ -99,33 +105,45 @@ def plan_decode(
     indices: torch.Tensor,
     *,
     topk_length: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
     config: Any = None,
     impl: ModuleType | str | None = None,
     backend: str | None = None,
 ) -> DecodePlan:
     """Plan `sparse_decode` calls with these shapes and lengths: one small kernel, or plain Python for CPU tensors.
 
-    A plan holds for every call with the same b, s_q, h_q, topk, device and config whose `topk_length` has the same
-    values, whatever q and indices contain: the layers of a model share one. Without `topk_length` it holds as long as
-    the shapes do.
+    A plan holds for every call with the same b, s_q, h_q, topk, extra_topk, device and config whose `topk_length` and
+    `extra_topk_length` have the same values, whatever q and indices contain: the layers of a model share one. Without
+    lengths it holds as long as the shapes do.
 
     Args:
         q: [b, s_q, h_q, d_qk]; only its shape and device matter.
         indices: [b, s_q, topk]; only its shape and device matter.
         topk_length: int32 [b] or None: how many entries of `indices` count, clamped to [0, topk].
+        extra_indices: [b, s_q, extra_topk] or None; only its shape and device matter. Its keys come in blocks of their
+            own, behind those of `indices`.
+        extra_topk_length: int32 [b] or None: how many entries of `extra_indices` count, clamped to [0, extra_topk].
         config: the implementation's `Config`, as in `sparse_decode`; default: its `default_config`.
         impl: the implementation, as in `sparse_decode`; default: `select_impl(q.device, backend=backend)`.
         backend: as in `sparse_decode`.
 
     Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a
     CUDA graph (after a first call, which compiles): a replay plans anew, from the lengths it finds. With
-    impl=mla_cute.reference the plan is made on the host, and on a GPU the call waits for `topk_length`.
+    impl=mla_cute.reference the plan is made on the host, and on a GPU the call waits for the lengths.
 
     Raises ValueError or TypeError naming the argument, NotImplementedError for a device without a kernel.
     """
-    b, s_q, h_q, d_qk, topk = _check(q, indices, topk_length)
-    device, has_topk_length = q.device, topk_length is not None
-    problem = Problem(h_q=h_q, d_qk=d_qk, has_topk_length=has_topk_length)
+    b, s_q, h_q, d_qk, topk, extra_topk = _check(q, indices, topk_length, extra_indices, extra_topk_length)
+    device, has_topk_length, has_extra_topk_length = q.device, topk_length is not None, extra_topk_length is not None
+    problem = Problem(
+        h_q=h_q,
+        d_qk=d_qk,
+        kv_format=next((fmt.name for fmt in FORMATS.values() if fmt.d_qk == d_qk), Problem.kv_format),
+        has_topk_length=has_topk_length,
+        has_extra=extra_topk > 0,
+        has_extra_topk_length=has_extra_topk_length,
+    )
     from .interface import check_config, select_impl  # not at the top: interface imports this module
 
     where = target(device, backend)
@@ -137,13 +155,18 @@ def plan_decode(
 
     num_parts = config.num_parts(problem, s_q, where.num_sms)
     tile_n, overhead = config.tile_n, config.fixed_overhead_blocks
+    extra = {"extra_topk": extra_topk, "extra_topk_length": extra_topk_length}
     if where.arch != "cpu" and impl is not reference:  # the reference also serves GPUs that the planner's kernel does not
-        metadata, num_splits = _plan_by_kernel(b, topk, topk_length, num_parts, tile_n, overhead, device, where)
+        lengths = b, topk, topk_length
+        metadata, num_splits = _plan_by_kernel(*lengths, num_parts, tile_n, overhead, device, where, **extra)
     else:
-        keys = reference.sparse_num_keys(b, topk, topk_length)
+        keys = reference.sparse_num_keys(b, topk, topk_length, **extra, tile_n=tile_n)
         metadata, num_splits = reference.plan(keys, num_parts, tile_n=tile_n, fixed_overhead_blocks=overhead)
         metadata, num_splits = metadata.to(device), num_splits.to(device)
-    return DecodePlan(b, s_q, h_q, topk, has_topk_length, num_parts, tile_n, overhead, config, metadata, num_splits)
+    return DecodePlan(
+        *(b, s_q, h_q, topk, has_topk_length, extra_topk, has_extra_topk_length),
+        *(num_parts, tile_n, overhead, config, metadata, num_splits),
+    )
 
 
 def _plan_by_kernel(
@@ -155,33 +178,40 @@ def _plan_by_kernel(
     overhead: int,
     device: torch.device,
     where: Target,
+    extra_topk: int = 0,
+    extra_topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """metadata [P, 8] and num_splits [b + 1] by one launch of `schedule_kernel`."""
     from . import schedule_kernel  # loads the DSL
 
-    cost = b * ((topk - 1) // tile_n + 1 + overhead)  # at most
+    cost = b * (-(-topk // tile_n) + -(-extra_topk // tile_n) + overhead)  # at most
     if 2 * cost + num_parts + overhead >= INT32_MAX:  # the farthest point on the kernel's cost axis
-        raise ValueError(f"indices: b * (blocks of topk + {overhead}) must be below about 2**30, got {cost}")
+        blocks = "topk and extra_topk" if extra_topk else "topk"
+        raise ValueError(f"indices: b * (blocks of {blocks} + {overhead}) must be below about 2**30, got {cost}")
     use_workspace = schedule_kernel.needs_workspace(b, num_parts)
-    problem = schedule_kernel.PlanProblem(topk_length is not None, use_workspace)
+    problem = schedule_kernel.PlanProblem(topk_length is not None, use_workspace, extra_topk_length is not None)
     kernel = where.load(schedule_kernel, problem, None, where.arch)
     metadata = torch.empty(num_parts, 8, dtype=torch.int32, device=device)
     num_splits = torch.empty(b + 1, dtype=torch.int32, device=device)
     workspace = None
     if use_workspace:
         workspace = torch.empty(schedule_kernel.workspace_size(b, num_parts), dtype=torch.int32, device=device)
-    kernel(topk_length, topk, tile_n, overhead, workspace, metadata, num_splits)  # on the tensors' device
+    lengths = topk_length, topk, extra_topk_length, extra_topk
+    kernel(*lengths, tile_n, overhead, workspace, metadata, num_splits)  # on the tensors' device
     return metadata, num_splits
 
 
-def _check(q, indices, topk_length) -> tuple[int, int, int, int, int]:
-    """(b, s_q, h_q, d_qk, topk) of arguments that can be planned."""
+def _check(q, indices, topk_length, extra_indices, extra_topk_length) -> tuple[int, int, int, int, int, int]:
+    """(b, s_q, h_q, d_qk, topk, extra_topk or 0) of arguments that can be planned."""
+    options = {"topk_length": topk_length, "extra_indices": extra_indices, "extra_topk_length": extra_topk_length}
     for name, t, dims in (
         ("q", q, "[b, s_q, h_q, d_qk]"),
         ("indices", indices, "[b, s_q, topk]"),
         ("topk_length", topk_length, "[b]"),
+        ("extra_indices", extra_indices, "[b, s_q, extra_topk]"),
+        ("extra_topk_length", extra_topk_length, "[b]"),
     ):
-        if t is None and name == "topk_length":
+        if t is None and name in options:
             continue
         check_dense(name, t)
         if t.dim() != dims.count(",") + 1:
@@ -191,14 +221,17 @@ def _check(q, indices, topk_length) -> tuple[int, int, int, int, int]:
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q: device must be cpu or cuda, got {q.device}")
     b, s_q, h_q, d_qk = q.shape
-    topk = indices.shape[2]
     if not 1 <= s_q <= MAX_S_Q or not 1 <= h_q <= MAX_HEADS:
         raise ValueError(f"q: must have 1 <= s_q <= {MAX_S_Q} and 1 <= h_q <= {MAX_HEADS}, got shape {list(q.shape)}")
-    if indices.shape[:2] != (b, s_q) or topk < 1:
-        raise ValueError(f"indices: shape must be [b, s_q, topk] = [{b}, {s_q}, 1 or more], got {list(indices.shape)}")
-    if topk_length is not None:
-        if topk_length.dtype != torch.int32:
-            raise TypeError(f"topk_length: dtype must be int32, got {topk_length.dtype}")
-        if topk_length.shape[0] != b:
-            raise ValueError(f"topk_length: shape must be [b] = [{b}], got {list(topk_length.shape)}")
-    return b, s_q, h_q, d_qk, topk
+    for name, t, topk in (("indices", indices, "topk"), ("extra_indices", extra_indices, "extra_topk")):
+        if t is not None and (t.shape[:2] != (b, s_q) or t.shape[2] < 1):
+            needed = f"shape must be [b, s_q, {topk}] = [{b}, {s_q}, 1 or more]"
+            raise ValueError(f"{name}: {needed}, got {list(t.shape)}")
+    for name, t in (("topk_length", topk_length), ("extra_topk_length", extra_topk_length)):
+        if t is not None and t.dtype != torch.int32:
+            raise TypeError(f"{name}: dtype must be int32, got {t.dtype}")
+        if t is not None and t.shape[0] != b:
+            raise ValueError(f"{name}: shape must be [b] = [{b}], got {list(t.shape)}")
+    if extra_topk_length is not None and extra_indices is None:
+        raise ValueError("extra_indices: must be given with extra_topk_length, got None")
+    return b, s_q, h_q, d_qk, indices.shape[2], 0 if extra_indices is None else extra_indices.shape[2]

@@ -19,6 +19,7 @@ All arithmetic is 32-bit: the host makes sure that twice the total cost fits (`s
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.memory
@@ -43,6 +44,7 @@ class PlanProblem:
 
     has_topk_length: bool
     use_workspace: bool
+    has_extra_topk_length: bool = False  # without, every request has extra_topk extra keys
 
 
 def needs_workspace(b: int, num_parts: int) -> bool:
@@ -55,11 +57,21 @@ def workspace_size(b: int, num_parts: int) -> int:
     return b + 1 + CUT_FIELDS * (num_parts + 1)
 
 
+class Lengths(NamedTuple):
+    """How many keys the requests have."""
+
+    topk_length: cute.Tensor | None  # [b] int32
+    topk: Int32
+    extra_topk_length: cute.Tensor | None  # [b] int32
+    extra_topk: Int32
+
+
 class Planner:
     """The kernel and its host function, specialised for one PlanProblem."""
 
     def __init__(self, problem: PlanProblem):
         self.has_topk_length = problem.has_topk_length
+        self.has_extra_topk_length = problem.has_extra_topk_length
         self.use_workspace = problem.use_workspace
 
     @cute.jit
@@ -67,6 +79,8 @@ class Planner:
         self,
         topk_length: cute.Tensor | None,  # [b] int32
         topk: Int32,
+        extra_topk_length: cute.Tensor | None,  # [b] int32
+        extra_topk: Int32,  # 0: no extra keys
         tile_n: Int32,
         fixed_overhead: Int32,
         workspace: cute.Tensor | None,  # [workspace_size] int32
@@ -74,15 +88,15 @@ class Planner:
         num_splits: cute.Tensor,  # [b + 1] int32
         stream,
     ):
-        self.kernel(topk_length, topk, tile_n, fixed_overhead, workspace, metadata, num_splits).launch(
+        lengths = Lengths(topk_length, topk, extra_topk_length, extra_topk)
+        self.kernel(lengths, tile_n, fixed_overhead, workspace, metadata, num_splits).launch(
             grid=[1, 1, 1], block=[NUM_THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
         )
 
     @cute.kernel
     def kernel(
         self,
-        topk_length: cute.Tensor | None,
-        topk: Int32,
+        lengths: Lengths,
         tile_n: Int32,
         fixed_overhead: Int32,
         workspace: cute.Tensor | None,
@@ -107,10 +121,10 @@ class Planner:
                 Int32, cute.make_layout((CUT_FIELDS, SMEM_PARTS + 1), stride=(SMEM_PARTS + 1, 1)), 16
             )
 
-        if const_expr(self.has_topk_length):
-            self.sum_costs(topk_length, topk, tile_n, fixed_overhead, b, s_warp_cost, cost)
+        if const_expr(self.has_topk_length or self.has_extra_topk_length):
+            self.sum_costs(lengths, tile_n, fixed_overhead, b, s_warp_cost, cost)
         else:
-            each = self.num_blocks(topk, topk, tile_n) + fixed_overhead
+            each = self.num_blocks(lengths, Int32(0), tile_n) + fixed_overhead
             for i in cutlass.range(tid, b + 1, NUM_THREADS, unroll=1):
                 cost[i] = i * each
         cute.arch.sync_threads()  # every thread's entries of cost -> warp 0's search
@@ -124,16 +138,21 @@ class Planner:
         self.write_num_splits(cuts, num_used, num_splits)
 
     @cute.jit
-    def num_blocks(self, length: Int32, topk: Int32, tile_n: Int32) -> Int32:
-        """Key blocks of a request, its length clamped to [0, topk]; at least one, to write the empty row."""
-        n = min(max(length, Int32(1)), topk)
-        return Int32(Uint32(n - 1) // Uint32(tile_n)) + 1
+    def num_blocks(self, lengths: Lengths, r: Int32, tile_n: Int32) -> Int32:
+        """Key blocks of request r: those of its keys, clamped to [0, topk], at least one, to write the empty row; and
+        those of its extra keys, clamped to [0, extra_topk], which begin with a block of their own."""
+        n, extra = lengths.topk, lengths.extra_topk
+        if const_expr(self.has_topk_length):
+            n = min(max(lengths.topk_length[r], Int32(1)), n)
+        if const_expr(self.has_extra_topk_length):
+            extra = min(max(lengths.extra_topk_length[r], Int32(0)), extra)
+        tile = Uint32(tile_n)  # unsigned: the sums below pass 2^31
+        return Int32((Uint32(n) + tile - 1) // tile + (Uint32(extra) + tile - 1) // tile)
 
     @cute.jit
     def sum_costs(
         self,
-        topk_length: cute.Tensor,
-        topk: Int32,
+        lengths: Lengths,
         tile_n: Int32,
         fixed_overhead: Int32,
         b: Int32,
@@ -150,7 +169,7 @@ class Planner:
         for i in cutlass.range(rows, unroll=4):
             r = first + i * 32
             if r < b:
-                mine += self.num_blocks(topk_length[r], topk, tile_n) + fixed_overhead
+                mine += self.num_blocks(lengths, r, tile_n) + fixed_overhead
         mine = cute.arch.warp_redux_sync(mine, "add")
         if lane == 0:
             s_warp_cost[warp] = mine
@@ -166,7 +185,7 @@ class Planner:
             r = first + i * 32
             own = Int32(0)
             if r < b:
-                own = self.num_blocks(topk_length[r], topk, tile_n) + fixed_overhead
+                own = self.num_blocks(lengths, r, tile_n) + fixed_overhead
             upto = own
             for s in cutlass.range_constexpr(5):
                 lower = cute.arch.shuffle_sync_up(upto, 1 << s, mask_and_clamp=0)  # 0: shfl.up clamps at lane 0
@@ -337,14 +356,21 @@ class Planner:
 
 
 def compile(problem: PlanProblem, config: None, arch: str):
-    """The compiled planner; takes (topk_length, topk, tile_n, fixed_overhead, workspace, metadata, num_splits)."""
+    """The compiled planner; takes (topk_length, topk, extra_topk_length, extra_topk, tile_n, fixed_overhead, workspace,
+    metadata, num_splits)."""
     Planner.kernel.set_name_prefix(
         "mla_schedule_" + arch.replace("_", "").rstrip("af"), remove_cutlass_symbol=True, keep_mangled_name=False
     )
     sym, sym64 = cute.sym_int, cute.sym_int64
+
+    def lengths(present: bool):
+        return jit.fake_tensor(Int32, (sym(),), stride=(sym64(),), align=4) if present else None
+
     return jit.build(
         Planner(problem),
-        jit.fake_tensor(Int32, (sym(),), stride=(sym64(),), align=4) if problem.has_topk_length else None,
+        lengths(problem.has_topk_length),
+        Int32(0),
+        lengths(problem.has_extra_topk_length),
         Int32(0),
         Int32(0),
         Int32(0),

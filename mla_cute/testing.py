@@ -1,19 +1,19 @@
 """Test inputs with poison in everything that must not be read, and the comparisons: for tests, bench and examples
 alike.
 
-The data, the poison and the tolerances follow FlashMLA's own tests; holes, duplicates, other scales and NaN page gaps
-are added.
+The data, the poison and the tolerances follow FlashMLA's own tests; holes, duplicates, indices outside of the cache, other
+scales and NaN page gaps are added.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
-from .kv_cache import V32, quantize_kv_cache, to_cache_indices
+from .kv_cache import FORMATS, V32, KVFormat, quantize_kv_cache, to_cache_indices
 
 # Accepted error of sparse decode against the reference, for assert_close(**...): the one place where it is set.
 SPARSE_DECODE_OUT = MappingProxyType({"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6})
@@ -30,7 +30,7 @@ class Case:
     """One sparse-decode input; `str(case)` is its test id.
 
     b requests, s_q query tokens each, h_q heads, s_kv keys a request (the mean if `varlen`), topk listed keys a query
-    token.
+    token. With extra_topk there is a second cache: the flags hold for both, what is drawn is drawn anew.
     """
 
     b: int = 4
@@ -39,7 +39,11 @@ class Case:
     s_kv: int = 512
     topk: int = 64
     page_block_size: int = 64
-    d_qk: int = V32.d_qk
+    kv_format: str = "v32"  # or "model1"
+    extra_topk: int = 0  # listed keys of the second cache; 0: there is none
+    extra_s_kv: int | None = None  # its keys a request; default 2 * extra_topk
+    extra_page_block_size: int | None = None  # default page_block_size
+    extra_topk_length: bool = False  # as topk_length, for the second cache
     varlen: bool = False  # request lengths ~ N(s_kv, s_kv / 2), at least s_q
     sink: bool = False  # attn_sink ~ N(0, 1), about 31 % +inf and 31 % -inf
     topk_length: bool = False  # uniform in [0, topk] (with 0, 1 and topk if b >= 4), wild indices behind them
@@ -47,21 +51,39 @@ class Case:
     zero_length: bool = False  # about half of the requests have no key: at least one, not all unless b = 1
     holes: bool = False  # -1 inside the list: a quarter of the entries, and one whole block in about half of the rows
     duplicates: bool = False  # a quarter of the entries repeat another of their row
-    scales: str = "pow2"  # "pow2", "amax", or "random": no powers of two, unrelated to the values
+    outside: bool = False  # an eighth of the entries point outside of the cache: the first behind its end to INT_MAX
+    scales: str = "pow2"  # "pow2", "amax" (V32), or "random": unrelated to the values, and in V32 no powers of two
     strided: bool = True  # rows of q and indices and pages of the cache lie further apart than they need
     odd_rows: bool = False  # rows of indices start at odd multiples of 4 bytes: no vector load fits them
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.d_qk != V32.d_qk:
-            raise ValueError(f"d_qk: must be {V32.d_qk} (V32), got {self.d_qk}")
+        if self.kv_format not in FORMATS:
+            raise ValueError(f"kv_format: must be {' or '.join(FORMATS)}, got {self.kv_format}")
         if self.scales not in ("pow2", "amax", "random"):
             raise ValueError(f'scales: must be "pow2", "amax" or "random", got "{self.scales}"')
+        if self.scales == "amax" and self.format.scale_bytes == 1:
+            raise ValueError(f'scales: must be "pow2" or "random" for {self.kv_format}, got "amax"')
+        if not self.extra_topk:
+            for name in ("extra_s_kv", "extra_page_block_size", "extra_topk_length"):
+                if getattr(self, name):
+                    raise ValueError(f"extra_topk: must be given with {name}, got 0")
+
+    @property
+    def format(self) -> KVFormat:
+        return FORMATS[self.kv_format]
+
+    @property
+    def d_qk(self) -> int:
+        return self.format.d_qk
 
     def __str__(self) -> str:
-        flags = "varlen sink topk_length all_invalid zero_length holes duplicates odd_rows"
+        flags = "varlen sink topk_length all_invalid zero_length holes duplicates outside odd_rows"
         words = [f"b{self.b}", f"h{self.h_q}", f"q{self.s_q}", f"kv{self.s_kv}", f"topk{self.topk}"]
-        words += [f"page{self.page_block_size}", *(name for name in flags.split() if getattr(self, name))]
+        words += [f"page{self.page_block_size}"] + [self.kv_format] * (self.kv_format != V32.name)
+        sizes = {"topk": self.extra_topk, "kv": self.extra_s_kv, "page": self.extra_page_block_size}
+        words += [f"extra_{word}{value}" for word, value in sizes.items() if value]
+        words += [name for name in ["extra_topk_length", *flags.split()] if getattr(self, name)]
         words += [self.scales] * (self.scales != "pow2") + ["packed"] * (not self.strided)
         return "-".join(words + [f"seed{self.seed}"] * (self.seed != 0))
 
@@ -70,17 +92,30 @@ class Case:
 class Inputs:
     """The tensors of a case, all on one device."""
 
-    q: torch.Tensor  # [b, s_q, h_q, 576] bf16
-    kv_cache: torch.Tensor  # [num_blocks, page_block_size, 1, 656] uint8
+    q: torch.Tensor  # [b, s_q, h_q, d_qk] bf16
+    kv_cache: torch.Tensor  # [num_blocks, page_block_size, 1, bytes_per_token] uint8
     indices: torch.Tensor  # [b, s_q, topk] int32
     topk_length: torch.Tensor | None  # [b] int32
     attn_sink: torch.Tensor | None  # [h_q] fp32
     softmax_scale: float
-    kv: torch.Tensor  # [num_blocks, page_block_size, 1, 576] bf16: what was quantised, NaN where no valid index points
+    kv: torch.Tensor  # [num_blocks, page_block_size, 1, d_qk] bf16: what was quantised, NaN where no valid index points
+    extra_kv_cache: torch.Tensor | None = None  # these four as their namesakes
+    extra_indices: torch.Tensor | None = None
+    extra_topk_length: torch.Tensor | None = None
+    extra_kv: torch.Tensor | None = None
 
     def kwargs(self) -> dict:
         """The optional arguments, as keywords of `sparse_decode`."""
-        return {k: getattr(self, k) for k in ("softmax_scale", "topk_length", "attn_sink")}
+        return {"softmax_scale": self.softmax_scale, "attn_sink": self.attn_sink} | self.keys()
+
+    def keys(self) -> dict:
+        """Those that say which keys count."""
+        names = "topk_length", "extra_kv_cache", "extra_indices", "extra_topk_length"
+        return {name: getattr(self, name) for name in names}
+
+    def plan_kwargs(self) -> dict:
+        """The optional arguments of `plan_decode`."""
+        return {name: value for name, value in self.keys().items() if name != "extra_kv_cache"}
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
@@ -88,18 +123,37 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
 
     q ~ N(0, 1) and keys ~ N(0, 1) / 10, clamped to ±1; softmax_scale = d_qk ** -0.55; each query token lists distinct
     random keys of its request, -1 behind them if there are fewer than topk; pages are dealt out at random. Every token
-    that no valid index points to is NaN before it is quantised (NaN scales, codes and RoPE), the gaps between pages are
-    NaN bytes, those in q NaN, those in indices INT_MAX.
+    that no valid index points to is NaN before it is quantised (NaN scales, codes and RoPE), the gaps between pages and the
+    padding of scales are NaN bytes, the gaps in q NaN, those in indices INT_MAX.
     """
     g = torch.Generator(device=device).manual_seed(case.seed)
     opts = {"generator": g, "device": device}
-    b, s_q, topk, page = case.b, case.s_q, case.topk, case.page_block_size
-
-    q = torch.randn(b, s_q, case.h_q, case.d_qk, **opts).clamp_(-1, 1).to(torch.bfloat16)
+    q = torch.randn(case.b, case.s_q, case.h_q, case.d_qk, **opts).clamp_(-1, 1).to(torch.bfloat16)
     sink = None
     if case.sink:
         sink, u = torch.randn(case.h_q, **opts), torch.rand(case.h_q, **opts)
         sink = torch.where(u < 0.31, math.inf, torch.where(u > 0.69, -math.inf, sink))
+    kv_cache, indices, topk_length, kv = _make_keys(case, g)
+    extra = None, None, None, None
+    if case.extra_topk:
+        second = replace(
+            case,
+            topk=case.extra_topk,
+            s_kv=case.extra_s_kv or 2 * case.extra_topk,
+            page_block_size=case.extra_page_block_size or case.page_block_size,
+            topk_length=case.extra_topk_length,
+        )
+        extra = _make_keys(second, g)
+    if case.strided:
+        q = _spread(q, math.nan)
+    return Inputs(q, kv_cache, indices, topk_length, sink, case.d_qk**-0.55, kv, *extra)
+
+
+def _make_keys(case: Case, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """kv_cache, indices, topk_length and kv, as in `Inputs`."""
+    device, fmt = g.device, case.format
+    opts = {"generator": g, "device": device}
+    b, s_q, topk, page = case.b, case.s_q, case.topk, case.page_block_size
 
     # Requests: their lengths, and a random page for each of their pages.
     lengths = torch.full((b,), case.s_kv, dtype=torch.int64, device=device)
@@ -136,8 +190,13 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
         hole |= torch.arange(topk, device=device) // 64 == tile
         position = position.masked_fill(hole, -1)
     indices = to_cache_indices(position, block_table, page)
+    if case.outside:
+        end = num_blocks * page
+        beyond = torch.tensor([end, end + 1, 2 * end, INT_MAX], dtype=torch.int32, device=device)
+        pick = torch.randint(0, 8 * len(beyond), indices.shape, **opts)
+        indices = torch.where(pick < len(beyond), beyond[pick % len(beyond)], indices)
 
-    valid, topk_length = indices >= 0, None
+    valid, topk_length = (indices >= 0) & (indices < num_blocks * page), None
     if case.topk_length:
         topk_length = torch.randint(0, topk + 1, (b,), **opts)
         if b >= 4:
@@ -158,18 +217,27 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     kv = torch.empty(num_blocks, page, 1, case.d_qk, dtype=torch.bfloat16, device=device)
     kv.normal_(generator=g).mul_(0.1).clamp_(-1, 1).masked_fill_(~used, math.nan)
     scales = case.scales
-    if scales == "random":
-        scales = (1 + torch.rand(num_blocks, page, 1, V32.num_scales, **opts)) / 448  # never saturates: |kv| <= 1
+    if scales == "random":  # never saturates: |kv| <= 1
+        if fmt.scale_bytes == 1:
+            exponent = torch.randint(-8, 0, (num_blocks, page, 1, fmt.num_scales), **opts)
+            scales = (exponent.int() + 127 << 23).view(torch.float32)
+        else:
+            scales = (1 + torch.rand(num_blocks, page, 1, fmt.num_scales, **opts)) / 448
         scales.masked_fill_(~used, math.nan)
-    gap = int(case.strided)
-    pool = torch.full((num_blocks, page + gap, 1, V32.bytes_per_token), 0xFF, dtype=torch.uint8, device=device)
-    kv_cache = quantize_kv_cache(kv, scales=scales, out=pool[:, :page])
+    # Pages of a plane need not be whole rows, only a multiple of 16 bytes.
+    stride = fmt.page_bytes(page) + fmt.row_bytes if case.strided else -(-page * fmt.bytes_per_token // 16) * 16
+    pool = torch.full((num_blocks, stride), 0xFF, dtype=torch.uint8, device=device)
+    kv_cache = pool.as_strided((num_blocks, page, 1, fmt.bytes_per_token), (stride, *(fmt.bytes_per_token,) * 2, 1))
+    quantize_kv_cache(kv, kv_format=fmt, scales=scales, out=kv_cache)
+    if fmt.scale_plane:
+        plane = pool[:, page * fmt.row_bytes : page * fmt.bytes_per_token].unflatten(-1, (page, fmt.scale_row_bytes))
+        plane[..., fmt.num_scales :] = 0xFF  # as a scale this would be NaN
     if case.strided:
-        q, indices = _spread(q, math.nan), _spread(indices, INT_MAX)
+        indices = _spread(indices, INT_MAX)
     if case.odd_rows:
         rows = torch.full((b, s_q, topk + 2 - topk % 2), INT_MAX, dtype=torch.int32, device=device)
         indices = rows[..., 1 : topk + 1].copy_(indices)  # even row length, odd offset
-    return Inputs(q, kv_cache, indices, topk_length, sink, case.d_qk**-0.55, kv)
+    return kv_cache, indices, topk_length, kv
 
 
 def _spread(x: torch.Tensor, fill: float) -> torch.Tensor:

@@ -20,14 +20,32 @@ import torch
 HEAD_TILE = 64  # query heads of one CTA tile: the M of one warpgroup MMA
 MAX_HEADS = 128  # two CTA tiles of heads
 MAX_S_Q = 65_535  # query tokens of a request: the grid's y axis
-D_QK, D_V, TOKEN_BYTES = 576, 512, 656  # V32: 512 latent + 64 RoPE values; 512 e4m3 + 4 fp32 + 64 bf16 in bytes
-MODEL1_D_QK, MODEL1_TOKEN_BYTES = 512, 584  # DeepSeek V4's: known so that it can be said that it is not there
+D_QK, D_V = 576, 512  # V32's d_qk; d_v is the same in all formats
 ALIGN = 16  # bytes: what a TMA descriptor and a bulk copy ask of every address and stride of q, kv_cache and out
 WORD = 4  # bytes: what a load or store of one int32 or fp32 asks of the other addresses
 INT32_MAX = 2**31 - 1
 SCALE_MIN, SCALE_MAX = 2.0**-126, 3.4028234663852886e38  # normal fp32 numbers: the kernels take the scale as fp32
 _CACHE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)  # three names for one byte
 _MEMO_ENTRIES = 4096  # shapes of a long-running server: bounded, then forgotten and checked again
+
+
+class CacheFormat(NamedTuple):
+    """What the checks know of a `mla_cute.kv_cache.KVFormat`; that module imports this one."""
+
+    name: str
+    d_qk: int
+    token_bytes: int
+    values: str  # of a key
+    record: str
+
+
+FORMATS = {
+    fmt.token_bytes: fmt
+    for fmt in (
+        CacheFormat("v32", D_QK, 656, "512 latent + 64 RoPE values", "512 e4m3, 4 fp32 scales, 64 bf16"),
+        CacheFormat("model1", 512, 584, "448 latent + 64 RoPE values", "448 e4m3, 64 bf16, 7 e8m0 scales and a pad byte"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +62,8 @@ class Problem:
     kv_format: str = "v32"
     has_topk_length: bool = False
     has_attn_sink: bool = False
+    has_extra: bool = False  # a second cache with indices of its own
+    has_extra_topk_length: bool = False
 
     @property
     def head_tiles(self) -> int:
@@ -59,17 +79,32 @@ def check_sparse_decode(
     softmax_scale: float | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
+    extra_kv_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> Problem:
     """Check the arguments of `mla_cute.sparse_decode` (shapes and units there) and say which problem they are.
 
     Returns the `Problem`. Raises ValueError or TypeError whose message names the argument, what is needed and what
-    came. Costs about 3 us (6 with out and lse) when the same metadata passed before. Works on the CPU and on CUDA
-    alike; reads no tensor contents.
+    came. Costs about 3 us (6 with out and lse, 2 more with extra keys) when the same metadata passed before. Works on the
+    CPU and on CUDA alike; reads no tensor contents.
     """
     global _last
     try:
+        extra, at_extra = None, ()
+        if extra_kv_cache is not None or extra_indices is not None or extra_topk_length is not None:
+            extra = (
+                _metadata(extra_kv_cache),
+                _metadata(extra_indices),
+                None if extra_topk_length is None else _metadata(extra_topk_length),
+            )
+            at_extra = (
+                extra_kv_cache.data_ptr(),
+                extra_indices.data_ptr(),
+                0 if extra_topk_length is None else extra_topk_length.data_ptr(),
+            )
         key = (
             q.shape,
             q.stride(),
@@ -85,6 +120,7 @@ def check_sparse_decode(
             indices.device,
             None if topk_length is None else _metadata(topk_length),
             None if attn_sink is None else _metadata(attn_sink),
+            extra,
             None if out is None else _metadata(out),
             None if lse is None else _metadata(lse),
         )
@@ -101,6 +137,7 @@ def check_sparse_decode(
             passed is not None
             and not (at_q | at_cache | at_out) % ALIGN
             and not (at_indices | at_length | at_sink | at_lse) % WORD
+            and (extra is None or not (at_extra[0] % ALIGN or (at_extra[1] | at_extra[2]) % WORD))
             and (softmax_scale is None or (type(softmax_scale) is float and SCALE_MIN <= softmax_scale <= SCALE_MAX))
             and not (
                 torch.is_grad_enabled()
@@ -108,19 +145,23 @@ def check_sparse_decode(
                     q.requires_grad
                     or kv_cache.requires_grad
                     or (attn_sink is not None and attn_sink.requires_grad)
+                    or (extra is not None and extra_kv_cache.requires_grad)
                     or (out is not None and out.requires_grad)
                     or (lse is not None and lse.requires_grad)
                 )
             )
             and (
                 (out is None and lse is None)
-                or not _overlap((at_q, at_cache, at_indices, at_length, at_sink, at_out, at_lse), passed.num_bytes)
+                or not _overlap(
+                    (at_lse, at_out, at_q, at_cache, at_indices, at_length, at_sink) + at_extra, passed.num_bytes
+                )
             )
         ):
             return passed.problem
     except (AttributeError, TypeError, RuntimeError):
         key = None  # something is no tensor, or has no strides: the checks below say what
-    passed = _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, out, lse)
+    extra = extra_kv_cache, extra_indices, extra_topk_length
+    passed = _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, extra, out, lse)
     if key is not None:
         if len(_passed) >= _MEMO_ENTRIES:
             _passed.clear()
@@ -135,7 +176,11 @@ class _Passed(NamedTuple):
     num_bytes: tuple[int, ...]  # from the first to the last byte of each tensor, in the order of _TENSORS
 
 
-_TENSORS = ("q", "kv_cache", "indices", "topk_length", "attn_sink", "out", "lse")
+# The outputs first; the last three only where there are extra keys.
+_TENSORS = (
+    *("lse", "out", "q", "kv_cache", "indices", "topk_length", "attn_sink"),
+    *("extra_kv_cache", "extra_indices", "extra_topk_length"),
+)
 _passed: dict[tuple, _Passed] = {}
 _last: tuple[tuple | None, _Passed | None] = None, None  # the newest of them: comparing is cheaper than hashing
 
@@ -143,17 +188,15 @@ _last: tuple[tuple | None, _Passed | None] = None, None  # the newest of them: c
 # ----- the checks -----------------------------------------------------------------------------------------------------
 
 
-def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, out, lse) -> _Passed:
+def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, extra, out, lse) -> _Passed:
     # q [b, s_q, h_q, d_qk]
     _is_tensor("q", q, (torch.bfloat16,), ("b", "s_q", "h_q", "d_qk"))
+    fmt = _cache_format("kv_cache", kv_cache)  # says what d_qk must be
     b, s_q, h_q, d_qk = q.shape
     if q.device.type not in ("cpu", "cuda"):
         _no("q", "device must be cpu or cuda", q.device)
-    if d_qk == MODEL1_D_QK and getattr(kv_cache, "shape", ())[-1:] == (MODEL1_TOKEN_BYTES,):
-        what = f"d_qk must be {D_QK} and kv_cache's last dim {TOKEN_BYTES} bytes (V32), MODEL1 is not there yet"
-        _no("q", what, f"{d_qk} and {MODEL1_TOKEN_BYTES}", NotImplementedError)
-    if d_qk != D_QK:
-        _no("q", f"last dim d_qk must be {D_QK} (V32: {D_V} latent + {D_QK - D_V} RoPE values)", d_qk)
+    if d_qk != fmt.d_qk:
+        _no("q", f"last dim d_qk must be {fmt.d_qk} ({fmt.name.upper()}: {fmt.values})", d_qk)
     if not 1 <= h_q <= MAX_HEADS:
         _no("q", f"h_q (dim 2) must be 1 to {MAX_HEADS}", h_q)
     if s_q > MAX_S_Q:
@@ -162,41 +205,26 @@ def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_
         _no("q", "s_q (dim 1) must be at least 1", s_q)
     _is_aligned("q", q)
 
-    # kv_cache [num_blocks, page_block_size, 1, 656] bytes
-    _is_tensor("kv_cache", kv_cache, _CACHE_DTYPES, ("num_blocks", "page_block_size", "1", str(TOKEN_BYTES)))
-    num_blocks, page, h_kv, token_bytes = kv_cache.shape
-    if token_bytes != TOKEN_BYTES:
-        _no("kv_cache", f"last dim must be {TOKEN_BYTES} bytes for V32", token_bytes)
-    if h_kv != 1:
-        _no("kv_cache", "h_kv (dim 2) must be 1, MLA has one KV head", h_kv)
-    if page < 1:
-        _no("kv_cache", "page_block_size (dim 1) must be at least 1", page)
-    if num_blocks < 1 and b > 0:
-        _no("kv_cache", "num_blocks (dim 0) must be at least 1 for a non-empty batch", num_blocks)
-    if num_blocks * page > INT32_MAX:
-        _no(
-            "kv_cache",
-            f"num_blocks * page_block_size must be at most {INT32_MAX}, the reach of an int32 index",
-            f"{num_blocks} * {page} = {num_blocks * page}",
-        )
-    if kv_cache.stride(3) != 1:
-        _no("kv_cache", "last dim must be contiguous (stride 1)", f"stride {kv_cache.stride(3)}")
-    if page > 1 and kv_cache.stride(1) != TOKEN_BYTES:
-        _no("kv_cache", f"token stride (dim 1) must be {TOKEN_BYTES} bytes", kv_cache.stride(1))
-    if num_blocks > 1 and kv_cache.stride(0) % ALIGN:
-        _no("kv_cache", f"page stride (dim 0) must be a multiple of {ALIGN} bytes", kv_cache.stride(0))
-    _is_aligned_address("kv_cache", kv_cache)
+    _is_cache("kv_cache", kv_cache, b)
+    _is_indices("indices", indices, "topk", b, s_q)
 
-    # indices [b, s_q, topk]
-    _is_tensor("indices", indices, (torch.int32,), ("b", "s_q", "topk"))
-    topk = indices.shape[2]
-    if indices.shape[:2] != q.shape[:2]:
-        _no("indices", f"shape must be [b, s_q, topk] with b {b}, s_q {s_q} of q", list(indices.shape))
-    if topk < 1:
-        _no("indices", "topk (dim 2) must be at least 1", topk)
-    if topk > 1 and indices.stride(2) != 1:
-        _no("indices", "last dim must be contiguous (stride 1)", f"stride {indices.stride(2)}")
-    _is_aligned_address("indices", indices, WORD)
+    # the second cache
+    extra_kv_cache, extra_indices, extra_topk_length = extra
+    if extra_kv_cache is not None or extra_indices is not None or extra_topk_length is not None:
+        if extra_kv_cache is None:
+            there = "extra_indices" if extra_indices is not None else "extra_topk_length"
+            _no("extra_kv_cache", f"must be given with {there}", None)
+        if extra_indices is None:
+            _no("extra_indices", "must be given with extra_kv_cache", None)
+        extra_fmt = _cache_format("extra_kv_cache", extra_kv_cache)
+        if extra_fmt is not fmt:
+            needed = f"last dim must be {fmt.token_bytes} as kv_cache's ({fmt.name.upper()})"
+            _no("extra_kv_cache", needed, f"{extra_fmt.token_bytes} ({extra_fmt.name.upper()})")
+        _is_cache("extra_kv_cache", extra_kv_cache, b)
+        _is_indices("extra_indices", extra_indices, "extra_topk", b, s_q)
+        if extra_topk_length is not None:
+            _is_tensor("extra_topk_length", extra_topk_length, (torch.int32,), ("b",))
+            _is_vector("extra_topk_length", extra_topk_length, "b", b)
 
     # options
     if topk_length is not None:
@@ -230,6 +258,9 @@ def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_
         ("indices", indices),
         ("topk_length", topk_length),
         ("attn_sink", attn_sink),
+        ("extra_kv_cache", extra_kv_cache),
+        ("extra_indices", extra_indices),
+        ("extra_topk_length", extra_topk_length),
         ("out", out),
         ("lse", lse),
     )
@@ -245,7 +276,8 @@ def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_
                     f"or pass {name}.detach()",
                     "requires_grad=True",
                 )
-    tensors = (q, kv_cache, indices, topk_length, attn_sink, out, lse)
+    has_extra = extra_kv_cache is not None
+    tensors = (lse, out, q, kv_cache, indices, topk_length, attn_sink, *(extra if has_extra else ()))
     addresses = tuple(0 if t is None else t.data_ptr() for t in tensors)
     num_bytes = tuple(map(_num_bytes, tensors))
     meeting = _overlap(addresses, num_bytes)
@@ -254,8 +286,63 @@ def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_
         got = " and ".join(f"{num_bytes[i]} bytes at {addresses[i]:#x}" for i in meeting)
         _no(name, f"must not overlap {other} from first to last byte", got)
 
-    problem = Problem("sparse_decode", h_q, d_qk, D_V, "v32", topk_length is not None, attn_sink is not None)
+    problem = Problem(
+        h_q=h_q,
+        d_qk=d_qk,
+        kv_format=fmt.name,
+        has_topk_length=topk_length is not None,
+        has_attn_sink=attn_sink is not None,
+        has_extra=has_extra,
+        has_extra_topk_length=extra_topk_length is not None,
+    )
     return _Passed(problem, num_bytes)
+
+
+def _cache_format(name: str, cache: Any) -> CacheFormat:
+    """The format that the cache's last dim tells."""
+    known = " or ".join(map(str, FORMATS))
+    _is_tensor(name, cache, _CACHE_DTYPES, ("num_blocks", "page_block_size", "1", known))
+    fmt = FORMATS.get(cache.shape[3])
+    if fmt is None:
+        known = " or ".join(f"{n} ({f.name.upper()}: {f.record})" for n, f in FORMATS.items())
+        _no(name, f"last dim must be the bytes of a token, {known}", cache.shape[3])
+    return fmt
+
+
+def _is_cache(name: str, cache: torch.Tensor, b: int) -> None:
+    """[num_blocks, page_block_size, 1, token_bytes] bytes."""
+    num_blocks, page, h_kv, token_bytes = cache.shape
+    if h_kv != 1:
+        _no(name, "h_kv (dim 2) must be 1, MLA has one KV head", h_kv)
+    if page < 1:
+        _no(name, "page_block_size (dim 1) must be at least 1", page)
+    if num_blocks < 1 and b > 0:
+        _no(name, "num_blocks (dim 0) must be at least 1 for a non-empty batch", num_blocks)
+    if num_blocks * page > INT32_MAX:
+        _no(
+            name,
+            f"num_blocks * page_block_size must be at most {INT32_MAX}, the reach of an int32 index",
+            f"{num_blocks} * {page} = {num_blocks * page}",
+        )
+    if cache.stride(3) != 1:
+        _no(name, "last dim must be contiguous (stride 1)", f"stride {cache.stride(3)}")
+    if page > 1 and cache.stride(1) != token_bytes:
+        _no(name, f"token stride (dim 1) must be {token_bytes} bytes", cache.stride(1))
+    if num_blocks > 1 and cache.stride(0) % ALIGN:
+        _no(name, f"page stride (dim 0) must be a multiple of {ALIGN} bytes", cache.stride(0))
+    _is_aligned_address(name, cache)
+
+
+def _is_indices(name: str, indices: Any, topk: str, b: int, s_q: int) -> None:
+    """[b, s_q, topk]; `topk` is what messages call the last dim."""
+    _is_tensor(name, indices, (torch.int32,), ("b", "s_q", topk))
+    if indices.shape[:2] != (b, s_q):
+        _no(name, f"shape must be [b, s_q, {topk}] with b {b}, s_q {s_q} of q", list(indices.shape))
+    if indices.shape[2] < 1:
+        _no(name, f"{topk} (dim 2) must be at least 1", indices.shape[2])
+    if indices.shape[2] > 1 and indices.stride(2) != 1:
+        _no(name, "last dim must be contiguous (stride 1)", f"stride {indices.stride(2)}")
+    _is_aligned_address(name, indices, WORD)
 
 
 def check_dense(name: str, t: Any) -> None:
@@ -329,16 +416,17 @@ def _num_bytes(t: torch.Tensor | None) -> int:
 
 
 def _overlap(addresses: tuple[int, ...], num_bytes: tuple[int, ...]) -> tuple[int, int] | None:
-    """Positions in _TENSORS of an output and of an argument before it whose address ranges meet.
+    """Positions in _TENSORS of an output and of an argument behind it whose address ranges meet.
 
     Absent and empty tensors have address 0, below every other, and meet nothing.
     """
-    for i in (5, 6):  # out, lse
-        start = addresses[i]
-        end = start + num_bytes[i]
-        for j in range(i):
-            if addresses[j] < end and start < addresses[j] + num_bytes[j]:
-                return i, j
+    lse, lse_end = addresses[0], addresses[0] + num_bytes[0]
+    out, out_end = addresses[1], addresses[1] + num_bytes[1]
+    for i, start in enumerate(addresses):
+        if i and start < lse_end and lse < start + num_bytes[i]:
+            return 0, i
+        if i > 1 and start < out_end and out < start + num_bytes[i]:
+            return 1, i
     return None
 
 

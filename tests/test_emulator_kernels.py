@@ -80,8 +80,28 @@ def test_plan(lengths, workspace, monkeypatch):
             assert_bitwise(num_splits, expected[1], name="num_splits")
 
 
+@pytest.mark.parametrize("workspace", [False, True], ids=["shared", "workspace"])
+@pytest.mark.parametrize("topk", [1, 200])
+@pytest.mark.parametrize("lengths", [None, [200, 0, 77, 1, 64]], ids=["uniform", "varied"])
+@pytest.mark.parametrize("extra_lengths", [None, [0, 130, -5, 9999, 64]], ids=["extra-uniform", "extra-varied"])
+def test_plan_with_extra_keys(extra_lengths, lengths, topk, workspace, monkeypatch):
+    monkeypatch.setattr(schedule_kernel, "needs_workspace", lambda b, num_parts: workspace)
+    length, extra_length = (None if n is None else torch.tensor(n, dtype=torch.int32) for n in (lengths, extra_lengths))
+    for n in range(SCHEDULES):
+        num_parts, tile_n, extra_topk = ((1, 64, 130), (7, 64, 65), (40, 32, 130))[n % 3]
+        extra = {"extra_topk": extra_topk, "extra_topk_length": extra_length}
+        with emulator.session(options=Options.schedule(n)):
+            where = target(torch.device("cpu"), "emulator")
+            args = (5, topk, length, num_parts, tile_n, 1, torch.device("cpu"), where)
+            metadata, num_splits = schedule._plan_by_kernel(*args, **extra)
+        keys = reference.sparse_num_keys(5, topk, length, **extra, tile_n=tile_n)
+        expected = reference.plan(keys, num_parts, tile_n=tile_n, fixed_overhead_blocks=1)
+        assert_bitwise(metadata, expected[0], name="metadata")
+        assert_bitwise(num_splits, expected[1], name="num_splits")
+
+
 def test_naive_example():
-    x = make_inputs(Case(b=2, h_q=3, s_kv=60, topk=40, topk_length=True, sink=True, holes=True))
+    x = make_inputs(Case(b=2, h_q=3, s_kv=60, topk=40, topk_length=True, sink=True, holes=True, outside=True))
     expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
     for n in range(3):
         with emulator.session(num_sms=2, options=Options.schedule(n)):

@@ -56,7 +56,7 @@ def trouble(kernel, case, schedules) -> str | None:
         scratch = torch.full((2 * NUM_PARTS * H_Q * 513,), float("nan"))
         options = (x.attn_sink, float(x.softmax_scale), metadata, num_splits, scratch, out, lse)
         with session(options=Options.schedule(n), strict=False) as s:
-            kernel(x.q, x.kv_cache, x.indices, lengths, *options)
+            kernel(x.q, x.kv_cache, x.indices, lengths, None, None, None, *options)
         if s.findings:
             return str(s.findings[0])
         try:

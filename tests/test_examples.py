@@ -217,6 +217,10 @@ class TestNaive:
                     naive.Config(**{name: value}).check(Problem())
         with pytest.raises(NotImplementedError, match="must be sparse_decode on v32, got dense_decode on v32"):
             naive.default_config(Problem()).check(Problem(op="dense_decode"))
+        with pytest.raises(NotImplementedError, match="must be sparse_decode on v32, got sparse_decode on model1"):
+            naive.Config().check(Problem(kv_format="model1"))
+        with pytest.raises(NotImplementedError, match="problem: must be without extra keys, got has_extra=True"):
+            naive.Config().check(Problem(has_extra=True))
 
     def test_refuses_cpu_tensors(self, naive):
         x = make_inputs(Case(b=1, h_q=1, topk=1, s_kv=2))
@@ -266,6 +270,7 @@ class TestNaive:
             Case(h_q=128, all_invalid=True, sink=True),
             Case(b=1, h_q=3, topk=17, page_block_size=1, strided=False),
             Case(h_q=128, topk=64, scales="amax", seed=2),
+            Case(h_q=8, topk=200, outside=True, topk_length=True),
         ],
         ids=str,
     )

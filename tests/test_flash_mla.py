@@ -13,6 +13,10 @@ from mla_cute.flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_ml
 from mla_cute.testing import Case, assert_bitwise, make_inputs
 
 CASE = Case(b=3, h_q=5, s_q=2, s_kv=200, topk=133, page_block_size=16, topk_length=True, sink=True, holes=True)
+MODEL1 = Case(
+    **{"b": 3, "h_q": 5, "s_q": 2, "s_kv": 200, "topk": 133, "page_block_size": 16, "topk_length": True, "sink": True},
+    **{"kv_format": "model1", "extra_topk": 70, "extra_page_block_size": 61, "extra_topk_length": True},
+)
 I32 = torch.int32
 
 
@@ -24,7 +28,8 @@ def x():
 def decode(x, meta, num_splits=None, **changes):
     """One sparse call, as a client spells it."""
     options = {"softmax_scale": x.softmax_scale, "causal": False, "is_fp8_kvcache": True, "indices": x.indices}
-    options |= {"attn_sink": x.attn_sink, "topk_length": x.topk_length} | changes
+    options |= {"attn_sink": x.attn_sink, "topk_length": x.topk_length, "extra_k_cache": x.extra_kv_cache}
+    options |= {"extra_indices_in_kvcache": x.extra_indices, "extra_topk_length": x.extra_topk_length} | changes
     q, k_cache = options.pop("q", x.q), options.pop("k_cache", x.kv_cache)
     head_dim_v = options.pop("head_dim_v", 512)
     return flash_mla_with_kvcache(q, k_cache, None, None, head_dim_v, meta, num_splits, **options)
@@ -83,6 +88,24 @@ class TestResults:
         ref_out, ref_lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices.clamp(0, 99), softmax_scale=576**-0.5)
         assert_bitwise(out, ref_out)
         assert_bitwise(lse.mT.contiguous(), ref_lse)
+
+    @pytest.mark.parametrize(
+        "case", [MODEL1, dataclasses.replace(MODEL1, kv_format="v32"), dataclasses.replace(CASE, kv_format="model1")], ids=str
+    )
+    @pytest.mark.parametrize("form", ["object", "tensors"])
+    def test_model1_and_extra_keys(self, case, form):
+        x = make_inputs(case)
+        out, lse = decode(x, *(get_mla_metadata() if form == "object" else old_metadata(x)))
+        ref_out, ref_lse = expected(x)
+        assert_bitwise(out, ref_out)
+        assert_bitwise(lse.mT.contiguous(), ref_lse)
+
+    def test_positional_extra_keys(self):
+        x = make_inputs(MODEL1)
+        arguments = (x.q, x.kv_cache, None, None, 512, get_mla_metadata()[0], None, x.softmax_scale, False, True)
+        extra = (x.extra_kv_cache, x.extra_indices, x.topk_length, x.extra_topk_length)
+        out, _ = flash_mla_with_kvcache(*arguments, x.indices, x.attn_sink, *extra)
+        assert_bitwise(out, expected(x)[0])
 
     def test_out_is_written_in_place(self, x):
         mine = torch.empty(3, 2, 5, 512, dtype=torch.bfloat16)
@@ -185,6 +208,25 @@ class TestObject:
         ):
             with refused(AssertionError, text.format(name, needed, got)):
                 decode(x, meta, **changes)
+        assert_bitwise(decode(x, meta)[0], expected(x)[0])
+
+    def test_other_extra_keys_than_the_first(self):
+        x, (meta, _) = make_inputs(MODEL1), get_mla_metadata()
+        decode(x, meta)
+        assert meta.config == FlashMLASchedMeta.Config(3, 2, 5, 16, 1, False, True, 133, 61, 70)
+        text = "{}: must be {} as in the first call with this FlashMLASchedMeta, got {}"
+        none = dict.fromkeys(("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"))
+        for name, needed, got, changes in (
+            ("extra_page_block_size", 61, 30, {"extra_k_cache": x.extra_kv_cache[:, :30]}),
+            ("extra_page_block_size", 61, None, none),
+            ("extra_topk", 70, 64, {"extra_indices_in_kvcache": x.extra_indices[..., :64]}),
+            ("extra_topk", 70, None, {"extra_indices_in_kvcache": None}),
+        ):
+            with refused(AssertionError, text.format(name, needed, got)):
+                decode(x, meta, **changes)
+        message = "plan: was made for has_extra_topk_length True, got a call with has_extra_topk_length False"
+        with refused(ValueError, message):
+            decode(x, meta, extra_topk_length=None)
         assert_bitwise(decode(x, meta)[0], expected(x)[0])
 
     def test_lengths_that_come_or_go_are_no_silent_reuse(self, x):
@@ -371,20 +413,26 @@ class TestRefused:
             ),
             ({"head_dim_v": 576}, ValueError, "head_dim_v: must be 512, got 576"),
             ({"indices": None}, NotImplementedError, "indices: needed, got None; this version has sparse decode only"),
+            ({"extra_k_cache": torch.zeros(1)}, ValueError, "extra_k_cache: must have 4 dims, got shape [1]"),
             (
-                {"extra_k_cache": torch.zeros(1)},
-                NotImplementedError,
-                "extra_k_cache: must be None, this version has no extra keys, got a tensor",
+                {"extra_k_cache": torch.zeros(4, 16, 1, 656).byte()},
+                ValueError,
+                "extra_indices: must be given with extra_kv_cache, got None",
             ),
             (
                 {"extra_indices_in_kvcache": torch.zeros(1)},
-                NotImplementedError,
-                "extra_indices_in_kvcache: must be None, this version has no extra keys, got a tensor",
+                ValueError,
+                "extra_indices_in_kvcache: must have 3 dims, got shape [1]",
             ),
             (
-                {"extra_topk_length": torch.zeros(1)},
-                NotImplementedError,
-                "extra_topk_length: must be None, this version has no extra keys, got a tensor",
+                {"extra_indices_in_kvcache": torch.zeros(3, 2, 7, dtype=I32)},
+                ValueError,
+                "extra_kv_cache: must be given with extra_indices, got None",
+            ),
+            (
+                {"extra_topk_length": torch.zeros(3, dtype=I32)},
+                ValueError,
+                "extra_kv_cache: must be given with extra_topk_length, got None",
             ),
             ({"q": torch.zeros(3, 5, 576)}, ValueError, "q: must have 4 dims, got shape [3, 5, 576]"),
             ({"q": [1]}, TypeError, "q: must be a torch.Tensor, got list"),

@@ -18,12 +18,16 @@ from mla_cute import emulator, interface, jit, reference, validate
 from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_bitwise, assert_close, make_inputs
 
 CASE = Case(b=3, h_q=5, s_q=2, s_kv=200, topk=133, page_block_size=16, topk_length=True, sink=True, holes=True)
+EXTRA = Case(
+    **{"b": 3, "h_q": 5, "s_q": 2, "s_kv": 200, "topk": 133, "page_block_size": 16, "topk_length": True, "sink": True},
+    **{"kv_format": "model1", "extra_topk": 70, "extra_page_block_size": 61, "extra_topk_length": True, "holes": True},
+)
 
 # An implementation's source: fills out and lse.
 FILL = (
     "from mla_cute.reference import Config, default_config\n"
     "def compile(problem, config, arch):\n"
-    "    return lambda *args: (args[9].fill_({0}), args[10].fill_({0}))\n"
+    "    return lambda *args: (args[12].fill_({0}), args[13].fill_({0}))\n"
 )
 
 
@@ -60,6 +64,9 @@ class TestNumbers:
             Case(b=1, h_q=1, topk=1, odd_rows=True),
             Case(b=4, h_q=16, zero_length=True, sink=True),
             Case(b=2, h_q=8, all_invalid=True, sink=True),
+            Case(b=2, h_q=8, kv_format="model1", page_block_size=7, outside=True),
+            Case(b=2, h_q=8, extra_topk=33, extra_page_block_size=5, sink=True),
+            EXTRA,
         ],
         ids=str,
     )
@@ -122,33 +129,61 @@ class TestTheWay:
         assert compiled == [(problem, config, "cpu")]
         (args,) = launched
         plan = mla_cute.plan_decode(x.q, x.indices, topk_length=x.topk_length, config=config)
-        assert_bitwise(args[6], plan.metadata, name="metadata")
-        assert_bitwise(args[7], plan.num_splits, name="num_splits")
+        assert_bitwise(args[9], plan.metadata, name="metadata")
+        assert_bitwise(args[10], plan.num_splits, name="num_splits")
         assert plan.num_parts > 1
         slots = 2 * plan.num_parts
-        assert (args[8].shape, args[8].dtype) == ((slots * 2 * 5 * 513,), torch.float32)
-        assert args[8].is_contiguous()
+        assert (args[11].shape, args[11].dtype) == ((slots * 2 * 5 * 513,), torch.float32)
+        assert args[11].is_contiguous()
         for i, tensor in {
             0: x.q,
             1: x.kv_cache,
             2: x.indices,
             3: x.topk_length,
-            4: x.attn_sink,
-            9: out,
-            10: lse,
+            7: x.attn_sink,
+            12: out,
+            13: lse,
         }.items():
             assert args[i] is tensor
-        assert args[5] == x.softmax_scale
-        assert len(args) == 11
+        assert args[8] == x.softmax_scale
+        assert args[4:7] == (None, None, None)
+        assert len(args) == 14
+
+    def test_extra_keys(self):
+        x = make_inputs(EXTRA)
+        module, compiled, launched = recorder()
+        mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=module)
+        problem = validate.Problem(
+            **{"h_q": 5, "d_qk": 512, "kv_format": "model1", "has_topk_length": True, "has_attn_sink": True},
+            **{"has_extra": True, "has_extra_topk_length": True},
+        )
+        assert compiled == [(problem, reference.Config(), "cpu")]
+        (args,) = launched
+        plan = mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs())
+        assert (plan.extra_topk, plan.has_extra_topk_length) == (70, True)
+        assert_bitwise(args[9], plan.metadata, name="metadata")
+        assert_bitwise(args[10], plan.num_splits, name="num_splits")
+        for i, tensor in {4: x.extra_kv_cache, 5: x.extra_indices, 6: x.extra_topk_length, 7: x.attn_sink}.items():
+            assert args[i] is tensor
+        options = x.kwargs() | {"extra_kv_cache": x.extra_kv_cache.view(torch.int8)}
+        mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **options, plan=plan, impl=module)
+        assert launched[1][4].dtype == torch.uint8
+        assert launched[1][4].data_ptr() == x.extra_kv_cache.data_ptr()
+        assert_bitwise(launched[1][12], args[12])
+
+    def test_extra_keys_count_for_the_emulators_limit(self):
+        x = make_inputs(Case(b=1, h_q=1, topk=64, extra_topk=64))
+        q, indices = x.q.expand(1, 65, 1, 576), torch.zeros(1, 65, 64, dtype=torch.int32)
+        extra = {"extra_kv_cache": x.extra_kv_cache, "extra_indices": torch.zeros(1, 65, 64 * 99, dtype=torch.int32)}
+        refused(ValueError, "too large to emulate: 6500 blocks", q, x.kv_cache, indices, **extra, backend="emulator")
 
     def test_absent_options_and_bytes(self):
         x = make_inputs(Case(b=1, h_q=3))
         module, _, launched = recorder()
         mla_cute.sparse_decode(x.q, x.kv_cache.view(torch.int8), x.indices, impl=module, softmax_scale=1)
         (args,) = launched
-        assert args[3] is None
-        assert args[4] is None
-        assert type(args[5]) is float
+        assert args[3:8] == (None,) * 5
+        assert type(args[8]) is float
         assert args[1].dtype == torch.uint8
         assert args[1].data_ptr() == x.kv_cache.data_ptr()
 
@@ -157,8 +192,8 @@ class TestTheWay:
         module, _, launched = recorder()
         mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, impl=module)
         (args,) = launched
-        assert args[6].shape == (1, 8)
-        assert (args[8].shape, args[8].stride()) == ((0,), (1,))
+        assert args[9].shape == (1, 8)
+        assert (args[11].shape, args[11].stride()) == ((0,), (1,))
 
     def test_given_plan_is_used(self, monkeypatch):
         x = make_inputs(CASE)
@@ -169,7 +204,7 @@ class TestTheWay:
         for _ in range(3):
             mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=plan, impl=module)
         mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=plan, impl=module, config=config)
-        assert [args[6] is plan.metadata and args[7] is plan.num_splits for args in launched] == [True] * 4
+        assert [args[9] is plan.metadata and args[10] is plan.num_splits for args in launched] == [True] * 4
         assert [c for _, c, _ in compiled] == [config]
 
     def test_alternating_calls_do_not_mix(self):
@@ -186,7 +221,7 @@ class TestTheWay:
         assert len(launched_second) == 4
         assert [c for _, c, _ in compiled] == [reference.Config(), reference.Config(tile_n=32)]
         for args in launched_second:
-            assert_bitwise(args[9], launched_first[1][9])
+            assert_bitwise(args[12], launched_first[1][12])
 
     def test_another_threads_call_may_come_anywhere(self):
         """Before every line of a call, another call: as a switch of threads could have it, but every time."""
@@ -194,7 +229,7 @@ class TestTheWay:
         def filler(value):
             module = types.ModuleType(f"filler{value}")
             module.Config, module.default_config = reference.Config, reference.default_config
-            module.compile = lambda *_: lambda *args: (args[9].fill_(value), args[10].fill_(value))
+            module.compile = lambda *_: lambda *args: (args[12].fill_(value), args[13].fill_(value))
             return module
 
         def call(case, module, plan):
@@ -235,17 +270,12 @@ class TestTheWay:
         out, lse = mla_cute.sparse_decode(q, kv_cache[:0], indices, topk_length=torch.zeros(0, dtype=torch.int32))
         assert (out.shape, lse.shape) == ((0, 2, 5, 512), (0, 2, 5))
 
-    def test_that_is_not_there_yet(self):
-        """MODEL1's shapes: not bad input, but nothing that this version has."""
-        x = make_inputs(CASE)
-        refused(NotImplementedError, "q: d_qk must be 576", x.q[..., :512], x.kv_cache[..., :584], x.indices)
-        refused(ValueError, "q: last dim d_qk must be 576", x.q[..., :512], x.kv_cache, x.indices)
-
     def test_bad_arguments_launch_nothing(self):
         x = make_inputs(CASE)
         module, compiled, launched = recorder()
         refused(TypeError, "q: dtype must be bfloat16", x.q.float(), x.kv_cache, x.indices, impl=module)
-        refused(ValueError, "kv_cache: last dim must be 656", x.q, x.kv_cache[..., :576], x.indices, impl=module)
+        message = "kv_cache: last dim must be the bytes of a token, 656 (V32"
+        refused(ValueError, message, x.q, x.kv_cache[..., :576], x.indices, impl=module)
         refused(ValueError, "indices: topk (dim 2)", x.q, x.kv_cache, x.indices[..., :0], impl=module)
         assert compiled == launched == []
 
@@ -267,6 +297,13 @@ class TestPlanAndConfig:
         refused(ValueError, message.format("s_q", 2, 1), q[:, :1], kv_cache, indices[:, :1], **kwargs, plan=plan)
         refused(ValueError, message.format("h_q", 5, 4), q[:, :, :4], kv_cache, indices, **kwargs, plan=plan)
         refused(ValueError, message.format("topk", 133, 64), q, kv_cache, indices[..., :64], **kwargs, plan=plan)
+        more = {"extra_kv_cache": kv_cache, "extra_indices": indices[..., :7]}
+        refused(ValueError, message.format("extra_topk", 0, 7), q, kv_cache, indices, **kwargs, **more, plan=plan)
+        with_extra = mla_cute.plan_decode(q, indices, topk_length=kwargs["topk_length"], extra_indices=indices[..., :7])
+        mla_cute.sparse_decode(q, kv_cache, indices, **kwargs, **more, plan=with_extra)
+        more["extra_topk_length"] = kwargs["topk_length"]
+        text = message.format("has_extra_topk_length", False, True)
+        refused(ValueError, text, q, kv_cache, indices, **kwargs, **more, plan=with_extra)
         without = {**kwargs, "topk_length": None}
         text = message.format("has_topk_length", True, False)
         refused(ValueError, text, q, kv_cache, indices, **without, plan=plan)

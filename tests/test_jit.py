@@ -526,6 +526,10 @@ def test_warmup_needs_an_arch(monkeypatch):
         ({"h_q": 64.0}, TypeError, "h_q: must be int or several, got 64.0"),
         ({"h_q": True}, TypeError, "h_q: must be int or several, got True"),
         ({"has_topk_length": "no"}, TypeError, "has_topk_length: must be bool or several, got 'no'"),
+        ({"kv_format": "v4"}, ValueError, "kv_format: must be v32 or model1, got v4"),
+        ({"kv_format": ("v32", None)}, TypeError, "kv_format: must be str or several, got ('v32', None)"),
+        ({"has_extra": 1}, TypeError, "has_extra: must be bool or several, got 1"),
+        ({"has_extra_topk_length": True}, ValueError, "has_extra: must be True with has_extra_topk_length, got False"),
         ({"has_attn_sink": (0, 1)}, TypeError, "has_attn_sink: must be bool or several, got (0, 1)"),
         ({"config": "fast"}, TypeError, "config: must be a mla_cute.reference.Config, got 'fast'"),
         ({"config": reference.Config(tile_n=0)}, ValueError, "tile_n: must be at least 1, got 0"),
@@ -570,6 +574,15 @@ def test_warmup_jobs():
         ("sparse_decode", h_q, lengths, f"config of {h_q}") for h_q in (64, 128) for lengths in (False, True)
     ]
     assert len(jobs) == len(own) + 2  # one planner per has_topk_length
+    extra = {"kv_format": ("model1", "v32"), "has_extra": (False, True), "has_extra_topk_length": (False, True)}
+    jobs = jit.warmup_jobs((64,), (False,), (False,), ARCH, impl, **extra)
+    own = [job.problem for job in jobs if job.module is impl]
+    assert [(p.kv_format, p.d_qk, p.has_extra, p.has_extra_topk_length) for p in own] == [
+        (name, d_qk, extra, lengths)
+        for name, d_qk in (("v32", 576), ("model1", 512))
+        for extra, lengths in ((False, False), (True, False), (True, True))
+    ]
+    assert len(jobs) == len(own) + 2
     jobs = jit.warmup_jobs((64,), (False,), (False, True), ARCH, impl, config="mine")
     assert [job.config for job in jobs if job.module is impl] == ["mine", "mine"] and {job.arch for job in jobs} == {
         ARCH

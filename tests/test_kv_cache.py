@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from mla_cute.kv_cache import V32, dequantize_kv_cache, gather_tokens, quantize_kv_cache, to_cache_indices
+from mla_cute.kv_cache import MODEL1, V32, dequantize_kv_cache, gather_tokens, quantize_kv_cache, to_cache_indices
 
 CACHE_DTYPES = [torch.uint8, torch.int8, torch.float8_e4m3fn]
 
@@ -40,10 +40,10 @@ def packed(codes: bytes, scales: tuple[float, ...], rope: bytes, dtype: torch.dt
     return torch.tensor(list(raw), dtype=torch.uint8).view(dtype).view(1, 1, 1, 656)
 
 
-def random_kv(num_blocks: int, page: int, seed: int = 0) -> torch.Tensor:
+def random_kv(num_blocks: int, page: int, seed: int = 0, d_qk: int = 576) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     size = torch.exp(torch.randn(num_blocks, page, 1, 1, generator=g))
-    return (torch.randn(num_blocks, page, 1, 576, generator=g) * size).to(torch.bfloat16)
+    return (torch.randn(num_blocks, page, 1, d_qk, generator=g) * size).to(torch.bfloat16)
 
 
 def test_golden_bytes():
@@ -68,6 +68,116 @@ def test_golden_bytes():
     want[528:536] = bytes.fromhex("803f c0bf 807f 0100")
     want[654:656] = bytes.fromhex("4040")
     assert record(quantize_kv_cache(kv), 0, 0) == bytes(want)
+
+
+def test_golden_bytes_of_model1():
+    """A page of two tokens, every byte by hand: two rows of 576, then two of 8 scales."""
+    kv = torch.zeros(1, 2, 1, 512, dtype=torch.bfloat16)
+    kv[0, 0, 0, 0:3] = torch.tensor([448.0, 17.0, -2.0])  # tile 0: scale 1 = code 127
+    kv[0, 0, 0, 64:66] = torch.tensor([450.0, -256.0])  # tile 1: scale 2
+    kv[0, 0, 0, 128 + 63] = -(2.0**-13) * 448  # tile 2: the smallest scale, as of zeros: 2^-13 = code 114
+    kv[0, 0, 0, 192] = math.nan  # tile 3
+    kv[0, 0, 0, 256:258] = torch.tensor([math.inf, 1.0])  # tile 4: +inf has no code
+    kv[0, 0, 0, 320] = 448 * 2.0**100  # tile 5: 2^100 = code 227
+    kv[0, 0, 0, 448:450] = torch.tensor([1.0, -1.5])  # RoPE
+    kv[0, 1, 0, 447] = 448 * 2.0**-5  # tile 6 of token 1: code 122
+    kv[0, 1, 0, 511] = 3.0
+    want = bytearray(2 * 584)
+    want[0:3] = bytes([0x7E, 0x58, 0xC0])
+    want[64:66] = bytes([0x76, 0xF0])
+    want[191] = 0xFE
+    want[192:256] = bytes([0x7F]) * 64
+    want[256:258] = bytes([0x7F, 0x00])  # inf/inf, 1/inf
+    want[320] = 0x7E
+    want[448:452] = bytes.fromhex("803f c0bf")
+    want[576 + 447] = 0x7E
+    want[576 + 574 : 576 + 576] = bytes.fromhex("4040")
+    want[1152:1160] = bytes([127, 128, 114, 255, 255, 227, 114, 0])  # the last is padding
+    want[1160:1168] = bytes([114] * 6 + [122, 0])
+    cache = quantize_kv_cache(kv, kv_format=MODEL1)
+    assert cache.shape == (1, 2, 1, 584) and cache.dtype == torch.uint8
+    assert bytes(cache.flatten().tolist()) == bytes(want)
+    back = dequantize_kv_cache(cache, kv_format=MODEL1)
+    assert back.shape == (1, 2, 1, 512) and back.dtype == torch.bfloat16
+    assert back[0, 0, 0, :3].tolist() == [448.0, 16.0, -2.0] and back[0, 0, 0, 64:66].tolist() == [448.0, -256.0]
+    assert back[0, 0, 0, 192:320].isnan().all() and int(back.isnan().sum()) == 128
+    assert back[0, 0, 0, 320] == 448 * 2.0**100 and back[0, 1, 0, 447] == 14 and back[0, 1, 0, 511] == 3
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
+def test_all_e8m0_codes_decode(dtype):
+    """Every scale code under every value code: 2^(code - 127), 0x00 too, 0xFF NaN; the padding may be anything."""
+    page = torch.zeros(256 * 584, dtype=torch.uint8)
+    page[: 256 * 576].view(256, 576)[:, :256] = torch.arange(256, dtype=torch.uint8)
+    page[: 256 * 576].view(256, 576)[:, 256:448] = 0x38  # 1
+    page[256 * 576 :].view(256, 8)[:] = torch.arange(256, dtype=torch.uint8)[:, None]
+    cache = page.view(dtype).view(1, 256, 1, 584)
+    got = dequantize_kv_cache(cache, kv_format=MODEL1)[0, :, 0]
+    values = torch.tensor([e4m3_value(code) for code in range(256)], dtype=torch.float64)
+    scales = torch.tensor([2.0 ** (code - 127) for code in range(255)] + [math.nan], dtype=torch.float64)
+    want = (values * scales[:, None]).float().to(torch.bfloat16)  # exact in fp64, and in fp32 but for an overflow
+    assert torch.equal(got[:, :256].isnan(), want.isnan())
+    assert torch.equal(got[:, :256].nan_to_num(), want.nan_to_num())
+    assert torch.equal(got[:255, 256:448].double(), scales[:255, None].expand(-1, 192))
+    assert got[0, 256] == 2.0**-127 and got[255, 256:448].isnan().all() and (got[:, 448:] == 0).all()
+    page[256 * 576 :].view(256, 8)[:, 7] ^= 0x55
+    assert torch.equal(dequantize_kv_cache(cache, kv_format=MODEL1)[0, :, 0].nan_to_num(), got.nan_to_num())
+
+
+def test_model1_scales_are_powers_of_two():
+    kv = random_kv(2, 3, d_qk=512)
+    scales = 2.0 ** torch.randint(-12, 4, (2, 3, 1, 7), generator=torch.Generator().manual_seed(0)).float()
+    scales[0, 0, 0, 0], scales[0, 0, 0, 1] = 2.0**-127, 2.0**127
+    cache = quantize_kv_cache(kv, kv_format=MODEL1, scales=scales)
+    for page in range(2):
+        rows = bytes(cache[page].flatten().tolist())
+        for token in range(3):
+            assert rows[3 * 576 + 8 * token : 3 * 576 + 8 * token + 8] == bytes(
+                [int(math.log2(s)) + 127 for s in scales[page, token, 0].tolist()] + [0]
+            )
+            for j in range(0, 448, 5):
+                y = kv[page, token, 0, j].item() / scales[page, token, 0, j // 64].item()
+                assert rows[576 * token + j] == e4m3_code(y)
+    for bad in (0.3, 1.5, 2.0**-128, 3.0 * 2.0**-127, 2.0**-149):
+        scales[1, 2, 0, 3] = bad
+        with pytest.raises(ValueError, match=r"scales: must be powers of two from 2\^-127 on for MODEL1, whose .* got"):
+            quantize_kv_cache(kv, kv_format=MODEL1, scales=scales)
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
+@pytest.mark.parametrize("page", [1, 2, 53, 61, 64])
+def test_model1_pages(page, dtype):
+    """Pages apart, at an offset: the same bytes as in new ones, whose stride is FlashMLA's; the gaps stay as they are."""
+    kv = random_kv(5, page, seed=page, d_qk=512)
+    plain = quantize_kv_cache(kv, kv_format=MODEL1)
+    assert plain.stride() == (-(-page * 584 // 576) * 576, 584, 584, 1)
+    stride = -(-page * 584 // 16) * 16 + 48
+    pool = torch.full((16 + 5 * stride,), 0xFF, dtype=torch.uint8)
+    out = pool.view(dtype).as_strided((5, page, 1, 584), (stride, 584, 584, 1), 16)
+    assert quantize_kv_cache(kv, kv_format=MODEL1, out=out) is out
+    for i in range(5):
+        begin = 16 + i * stride
+        assert torch.equal(pool[begin : begin + page * 584], plain[i].flatten())
+        assert (pool[begin + page * 584 : begin + stride] == 0xFF).all()
+    assert (pool[:16] == 0xFF).all()
+    got = dequantize_kv_cache(out, kv_format=MODEL1)
+    assert got.is_contiguous() and torch.equal(got, dequantize_kv_cache(plain, kv_format=MODEL1))
+    x, y = kv[..., :448].float().unflatten(-1, (7, 64)), got[..., :448].float().unflatten(-1, (7, 64))
+    assert ((x - y).abs().amax(-1) <= x.abs().amax(-1) * 2**-4).all() and not torch.equal(x, y)
+    assert torch.equal(got[..., 448:], kv[..., 448:])
+    tokens = torch.randint(0, 5 * page, (40,), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(gather_tokens(out, tokens, kv_format=MODEL1), got.view(-1, 512)[tokens])
+
+
+def test_model1_may_start_at_any_byte():
+    want = quantize_kv_cache(random_kv(2, 4, d_qk=512), kv_format=MODEL1)
+    for offset in range(8):
+        for cache in (want[:1], want):
+            pool = torch.zeros(6000, dtype=torch.uint8)
+            moved = pool[offset : offset + cache.numel()].view(cache.shape).copy_(cache)
+            assert torch.equal(
+                dequantize_kv_cache(moved, kv_format=MODEL1), dequantize_kv_cache(cache.clone(), kv_format=MODEL1)
+            )
 
 
 def test_golden_amax_scale():
@@ -232,11 +342,19 @@ def test_chunks_join(monkeypatch):
 
 
 def test_empty_cache():
+    cache = quantize_kv_cache(torch.empty(0, 64, 1, 512, dtype=torch.bfloat16), kv_format=MODEL1)
+    assert cache.shape == (0, 64, 1, 584) and dequantize_kv_cache(cache, kv_format=MODEL1).shape == (0, 64, 1, 512)
     cache = quantize_kv_cache(torch.empty(0, 64, 1, 576, dtype=torch.bfloat16))
     assert cache.shape == (0, 64, 1, 656) and dequantize_kv_cache(cache).shape == (0, 64, 1, 576)
 
 
 def test_format_constants():
+    assert (MODEL1.bytes_per_token, MODEL1.d_qk, MODEL1.d_v, MODEL1.num_scales) == (584, 512, 512, 7)
+    assert MODEL1.rope_offset + MODEL1.rope_bytes == MODEL1.row_bytes == 576
+    assert MODEL1.row_bytes + MODEL1.scale_row_bytes == MODEL1.bytes_per_token
+    pages = {2: 1728, 61: 35712, 64: 37440, 69: 40320, 256: 149760, 576: 336384}  # FlashMLA's padded strides
+    assert {page: MODEL1.page_bytes(page) for page in pages} == pages
+    assert V32.page_bytes(64) == 64 * 656
     assert (V32.bytes_per_token, V32.d_qk, V32.d_v, V32.num_scales) == (656, 576, 512, 4)
     assert V32.rope_offset + V32.rope_bytes == V32.bytes_per_token == V32.row_bytes
     assert V32.scale_offset + V32.num_scales * V32.scale_bytes == V32.rope_offset
@@ -306,6 +424,16 @@ BAD_CALLS = {
         lambda: dequantize_kv_cache(cache_ok()[..., :576]),
         ValueError,
         "cache: last dim must be 656 bytes for V32, got 576",
+    ),
+    "cache of MODEL1": (
+        lambda: dequantize_kv_cache(torch.zeros(2, 3, 1, 584, dtype=torch.uint8)),
+        ValueError,
+        "cache: last dim must be 656 bytes for V32, got 584: kv_format=mla_cute.MODEL1 reads that",
+    ),
+    "amax for MODEL1": (
+        lambda: quantize_kv_cache(kv_ok()[..., :512], kv_format=MODEL1, scales="amax"),
+        ValueError,
+        'scales: must be "pow2" or a fp32 tensor for MODEL1, whose scales are e8m0, got "amax"',
     ),
     "cache rank": (lambda: dequantize_kv_cache(cache_ok()[0]), ValueError, r"cache: must be .* got \[3, 1, 656\]"),
     "cache stride": (

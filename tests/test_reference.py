@@ -12,7 +12,7 @@ import torch
 
 import mla_cute
 from mla_cute import reference
-from mla_cute.kv_cache import dequantize_kv_cache, quantize_kv_cache
+from mla_cute.kv_cache import MODEL1, dequantize_kv_cache, quantize_kv_cache
 from mla_cute.testing import Case, assert_bitwise, assert_close, make_inputs
 
 TIGHT_OUT = {"abs_tol": 2e-6, "rel_tol": 2e-5, "cos_tol": 1e-10}  # fp32 oracle against fp64, before any bf16 rounding
@@ -33,22 +33,40 @@ def to_bf16(x: float) -> float:
     return torch.tensor(x, dtype=torch.float32).to(torch.bfloat16).item()
 
 
-def decode_record(raw: bytes) -> list[float]:
-    scales = struct.unpack("<4f", raw[512:528])
-    nope = [to_bf16(e4m3_value(raw[i]) * scales[i // 128]) for i in range(512)]
-    return nope + [struct.unpack("<f", b"\0\0" + raw[528 + 2 * i : 530 + 2 * i])[0] for i in range(64)]
+def decode_token(cache: torch.Tensor, token: int) -> list[float]:
+    """A key of a V32 or MODEL1 cache, from its bytes."""
+    page = cache.shape[1]
+    raw, t = bytes(cache[token // page].flatten().tolist()), token % page  # a page's bytes, the token in it
+    if cache.shape[3] == 656:
+        row, tile, rope_offset = raw[656 * t : 656 * t + 656], 128, 528
+        scales = struct.unpack("<4f", row[512:528])
+    else:
+        row, tile, rope_offset = raw[576 * t : 576 * t + 576], 64, 448
+        codes = raw[576 * page + 8 * t : 576 * page + 8 * t + 7]
+        scales = [math.nan if c == 255 else 2.0 ** (c - 127) for c in codes]
+    nope = [to_bf16(e4m3_value(row[i]) * scales[i // tile]) for i in range(len(scales) * tile)]
+    return nope + [struct.unpack("<f", b"\0\0" + row[at : at + 2])[0] for at in range(rope_offset, rope_offset + 128, 2)]
 
 
 def brute_force(inputs, heads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """out [b, s_q, len(heads), 512] fp64 and lse [b, s_q, len(heads)] fp64, by loops over Python floats."""
     b, s_q, _, _ = inputs.q.shape
-    page = inputs.kv_cache.shape[1]
-    record = functools.cache(lambda t: decode_record(bytes(inputs.kv_cache[t // page, t % page, 0].tolist())))
+    caches = [(inputs.kv_cache, inputs.indices, inputs.topk_length)]
+    if inputs.extra_kv_cache is not None:
+        caches.append((inputs.extra_kv_cache, inputs.extra_indices, inputs.extra_topk_length))
+    record = functools.cache(lambda token: decode_token(caches[token[0]][0], token[1]))
+
+    def attended(r: int, s: int):
+        for c, (cache, indices, length) in enumerate(caches):
+            limit = sys.maxsize if length is None else length[r].item()
+            for i, t in enumerate(indices[r, s].tolist()):
+                if i < limit and 0 <= t < cache.shape[0] * cache.shape[1]:
+                    yield c, t
+
     out, lse = torch.zeros(b, s_q, len(heads), 512).double(), torch.full((b, s_q, len(heads)), math.inf).double()
     for r in range(b):
-        limit = sys.maxsize if inputs.topk_length is None else inputs.topk_length[r].item()
         for s in range(s_q):
-            tokens = [t for i, t in enumerate(inputs.indices[r, s].tolist()) if i < limit and t >= 0]
+            tokens = list(attended(r, s))
             for h, head in enumerate(heads):
                 q = inputs.q[r, s, head].tolist()
                 x = [inputs.softmax_scale * math.fsum(map(float.__mul__, q, record(t))) for t in tokens]
@@ -74,6 +92,20 @@ BRUTE_CASES = [
     ),
     Case(b=2, h_q=4, s_q=2, s_kv=30, topk=33, page_block_size=5, duplicates=True, scales="random", odd_rows=True),
     Case(b=2, h_q=8, s_q=1, s_kv=20, topk=8, page_block_size=4, sink=True, all_invalid=True, strided=False),
+    Case(b=3, h_q=4, s_q=2, s_kv=40, topk=24, page_block_size=7, kv_format="model1", outside=True, sink=True),
+    Case(b=5, h_q=4, s_kv=40, topk=20, page_block_size=1, kv_format="model1", topk_length=True, scales="random"),
+    Case(
+        **{"b": 5, "h_q": 4, "s_kv": 40, "topk": 20, "page_block_size": 5, "zero_length": True, "topk_length": True},
+        **{"extra_topk": 9, "extra_page_block_size": 3, "extra_topk_length": True, "outside": True, "scales": "amax"},
+    ),
+    Case(
+        **{"b": 2, "h_q": 4, "s_q": 2, "s_kv": 40, "topk": 17, "page_block_size": 2, "kv_format": "model1", "sink": True},
+        **{"extra_topk": 30, "extra_s_kv": 25, "extra_page_block_size": 64, "holes": True, "duplicates": True},
+    ),
+    Case(
+        **{"b": 5, "h_q": 4, "s_kv": 20, "topk": 8, "page_block_size": 61, "kv_format": "model1", "strided": False},
+        **{"extra_topk": 8, "extra_topk_length": True, "zero_length": True, "varlen": True, "odd_rows": True},
+    ),
 ]
 
 
@@ -193,9 +225,51 @@ def test_empty_cache_and_empty_batch():
     assert out.shape == (0, 1, 4, 512) and lse.shape == (0, 1, 4)
 
 
-def test_index_outside_the_cache():
-    with pytest.raises(ValueError, match="indices: attended entries must be below .* = 3, got 3"):
-        one_request(two_keys(), [0, 3])
+def test_indices_outside_of_the_cache_are_none():
+    want = one_request(two_keys(), [0, 1])
+    got = one_request(two_keys(), [3, 0, 2**31 - 1, 1, 4])
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_extra_keys_by_hand():
+    """One softmax over both caches: key 0 here and key 1 there are the two keys, wherever they stand."""
+    want = one_request(two_keys(), [0, 1])
+    cache = quantize_kv_cache(two_keys().view(3, 1, 1, 576).to(torch.bfloat16))  # other pages
+    for main, extra, length in (([0, 3], [1, -1, 3], 3), ([-1], [1, 0], 2), ([0], [-1, 1, 2], 2), ([0, 1], [2, 2], 0)):
+        got = one_request(
+            two_keys(),
+            main,
+            extra_kv_cache=cache,
+            extra_indices=torch.tensor(extra, dtype=torch.int32).view(1, 1, -1),
+            extra_topk_length=torch.tensor([length], dtype=torch.int32),
+        )
+        assert torch.equal(got[1], want[1]) and torch.equal(got[0], want[0])
+
+
+def test_v_of_model1_has_rope():
+    kv = torch.zeros(2, 512)
+    kv[0, 0], kv[0, 511], kv[1, 450] = 1.0, 3.0, -2.0
+    q = torch.zeros(1, 1, 1, 512, dtype=torch.bfloat16)
+    cache = quantize_kv_cache(kv.view(1, 2, 1, 512).to(torch.bfloat16), kv_format=MODEL1)
+    out, lse = reference.sparse_decode(q, cache, torch.tensor([[[0, 1]]], dtype=torch.int32))
+    assert out[0, 0, 0, [0, 450, 511]].tolist() == [0.5, -1.0, 1.5] and lse.item() == pytest.approx(math.log(2))
+
+
+def test_format_by_the_last_dim():
+    x = make_inputs(Case(b=2, h_q=4, s_kv=40, topk=24, kv_format="model1", extra_topk=8))
+    args, options = (x.q, x.kv_cache, x.indices), x.kwargs()
+    want = reference.sparse_decode(*args, **options)
+    for got in (
+        reference.sparse_decode(*args, **options, kv_format=MODEL1),
+        reference.sparse_decode(x.q, x.kv_cache.view(torch.float8_e4m3fn), x.indices, **options),
+    ):
+        assert_bitwise(got[0], want[0])
+        assert_bitwise(got[1], want[1])
+    keys = dequantize_kv_cache(x.kv_cache, kv_format=MODEL1), dequantize_kv_cache(x.extra_kv_cache, kv_format=MODEL1)
+    got = reference.sparse_decode(x.q, keys[0], x.indices, **(options | {"extra_kv_cache": keys[1]}))
+    assert_bitwise(got[0], want[0])
+    with pytest.raises(ValueError, match=r"kv_cache: last dim must be 656 \(V32\) or 584 \(MODEL1\), got 576"):
+        reference.sparse_decode(x.q, x.kv_cache[..., :576], x.indices)
 
 
 def test_default_scale_counts_rope():
@@ -386,7 +460,15 @@ def test_plan_errors():
 
 def test_sparse_num_keys():
     assert reference.sparse_num_keys(3, 2048) == [2048] * 3
-    assert reference.sparse_num_keys(5, 128, torch.tensor([0, 1, 128, 4000, -7]).int()) == [1, 1, 128, 128, 1]
+    lengths = torch.tensor([0, 1, 128, 4000, -7]).int()
+    assert reference.sparse_num_keys(5, 128, lengths) == [1, 1, 128, 128, 1]
+    extra_lengths = torch.tensor([3, 0, 9999, -7, 70]).int()
+    assert reference.sparse_num_keys(2, 130, extra_topk=70) == [192 + 70] * 2
+    assert reference.sparse_num_keys(5, 130, lengths, extra_topk=70) == [n + 70 for n in (64, 64, 128, 192, 64)]
+    want = [64 + 3, 64, 128 + 70, 192, 64 + 70]
+    assert reference.sparse_num_keys(5, 130, lengths, extra_topk=70, extra_topk_length=extra_lengths) == want
+    want = [160 + 3, 160, 160 + 70, 160, 160 + 70]
+    assert reference.sparse_num_keys(5, 130, extra_topk=70, extra_topk_length=extra_lengths, tile_n=32) == want
 
 
 # ---- the plan: invariants
@@ -401,12 +483,19 @@ class PlanCase:
     tile_n: int = 64
     overhead: int = 5
     seed: int = 0
+    extra_keys: int = 0  # at most
 
     def lengths(self) -> list[int]:
         g = torch.Generator().manual_seed(self.seed)
         n = torch.randint(0, self.max_keys + 1, (self.b,), generator=g)
         n[torch.rand(self.b, generator=g) < 0.15] = 0
-        return n.tolist() if self.dense else reference.sparse_num_keys(self.b, self.max_keys, n.int())
+        if self.dense:
+            return n.tolist()
+        extra = {"extra_topk": self.extra_keys, "tile_n": self.tile_n}
+        if self.extra_keys:
+            more = torch.randint(0, self.extra_keys + 1, (self.b,), generator=g)
+            extra["extra_topk_length"] = torch.where(torch.rand(self.b, generator=g) < 0.3, 0, more).int()
+        return reference.sparse_num_keys(self.b, self.max_keys, n.int(), **extra)
 
 
 PLAN_CASES = [
@@ -419,7 +508,8 @@ PLAN_CASES = [
     PlanCase(9, 11, 3000, False, tile_n=32, overhead=0),
     PlanCase(9, 11, 3000, False, tile_n=128, overhead=3),
     PlanCase(50, 40, 3000, True, tile_n=64, overhead=1),
-]
+    PlanCase(9, 11, 300, False, tile_n=32, overhead=0, extra_keys=2000),
+] + [PlanCase(b, p, 128, False, seed=b + p, extra_keys=n) for b in (1, 7, 100) for p in (1, 33, 132) for n in (1, 64, 1000)]
 
 
 def test_plan_invariants():
@@ -496,18 +586,22 @@ def test_plan_closed_form():
 # ---- partials and combine
 
 
-def split_and_combine(case: Case, num_parts: int, dtype: torch.dtype = torch.float32):
+def split_and_combine(
+    case: Case, num_parts: int, dtype: torch.dtype = torch.float32, tile_n: int = 64, overhead: int = 5
+):
     """(out, lse) by way of partials and combine where a request is split, garbage elsewhere; and which are split."""
     inputs = make_inputs(case)
-    num_keys = reference.sparse_num_keys(case.b, case.topk, inputs.topk_length)
-    metadata, num_splits = reference.plan(num_keys, num_parts)
+    extra = {"extra_topk": case.extra_topk, "extra_topk_length": inputs.extra_topk_length, "tile_n": tile_n}
+    num_keys = reference.sparse_num_keys(case.b, case.topk, inputs.topk_length, **extra)
+    metadata, num_splits = reference.plan(num_keys, num_parts, tile_n=tile_n, fixed_overhead_blocks=overhead)
     o_partial, lse_partial = reference.partials(
         inputs.q,
         inputs.kv_cache,
         inputs.indices,
         metadata,
         softmax_scale=inputs.softmax_scale,
-        topk_length=inputs.topk_length,
+        **inputs.keys(),
+        tile_n=tile_n,
         dtype=dtype,
     )
     assert o_partial.shape == (2 * num_parts, case.s_q, case.h_q, 512)
@@ -526,6 +620,15 @@ COMBINE_CASES = [
     (Case(b=2, h_q=8, s_q=3, s_kv=100, topk=256, all_invalid=True, sink=True), 30),
     (Case(b=2, h_q=8, s_q=1, s_kv=100, topk=320), 16),  # the second half of the list is -1: empty splits
     (Case(b=6, h_q=8, s_q=1, s_kv=500, topk=200), 20),  # topk is no multiple of the block
+    (Case(b=3, h_q=8, s_kv=700, topk=300, kv_format="model1", outside=True, sink=True), 12),
+    (Case(b=3, h_q=8, s_kv=300, topk=200, extra_topk=250, extra_page_block_size=7, sink=True), 14),
+    (
+        Case(
+            **{"b": 6, "h_q": 8, "s_kv": 300, "topk": 200, "topk_length": True, "kv_format": "model1", "holes": True},
+            **{"extra_topk": 330, "extra_topk_length": True, "sink": True, "seed": 1},
+        ),
+        25,
+    ),
 ]
 
 
@@ -539,6 +642,46 @@ def test_combine_is_the_whole(case, num_parts):
     assert_close(out[split], want_out[split], **TIGHT_OUT, name="out")
     assert_close(lse[split], want_lse[split], **TIGHT_LSE, name="lse")
     assert (out[~split] == 7).all() and (lse[~split] == 7).all()  # requests in one piece are not touched
+
+
+@pytest.mark.parametrize("tile_n", [16, 64])
+def test_pieces_of_extra_keys(tile_n):
+    """One block a part: every block of main and of extra keys is a piece, cut where the block says."""
+    case = Case(
+        **{"b": 5, "h_q": 4, "s_kv": 90, "topk": 70, "topk_length": True, "page_block_size": 3, "kv_format": "model1"},
+        **{"extra_topk": 75, "extra_topk_length": True, "extra_page_block_size": 8, "seed": 1},
+    )
+    inputs, *_, o_partial, lse_partial, metadata = split_and_combine(case, 1000, torch.float64, tile_n, overhead=0)
+    pieces = reference.partial_pieces(metadata, case.b)
+    blocks = {r: [p for p in pieces if p.request == r] for r in range(case.b)}
+    seen = 0
+    for r in range(case.b):
+        length, extra_length = int(inputs.topk_length[r]), int(inputs.extra_topk_length[r])
+        lists = [
+            (inputs.kv_cache, inputs.indices[r, 0, i : min(i + tile_n, length)]) for i in range(0, max(length, 1), tile_n)
+        ]
+        lists += [
+            (inputs.extra_kv_cache, inputs.extra_indices[r, 0, i : min(i + tile_n, extra_length)])
+            for i in range(0, extra_length, tile_n)
+        ]
+        if len(lists) == 1:  # one block is not split
+            assert not blocks[r]
+            continue
+        assert len(blocks[r]) == len(lists)
+        for piece, (cache, listed) in zip(blocks[r], lists):
+            out, lse = reference.sparse_decode(
+                inputs.q[r : r + 1],
+                cache,
+                listed.view(1, 1, -1),
+                softmax_scale=inputs.softmax_scale,
+                dtype=torch.float64,
+                out_dtype=torch.float64,
+            )
+            assert (o_partial[piece.slot] - out[0]).abs().max() < 1e-12
+            want = torch.where(lse[0] == math.inf, -math.inf, lse[0] * math.log2(math.e))
+            assert torch.allclose(lse_partial[piece.slot], want, rtol=1e-12)
+            seen += cache is inputs.extra_kv_cache
+    assert seen > 2
 
 
 def test_partials_layout():
@@ -617,15 +760,17 @@ class FakeProblem:
         return -(-self.h_q // 64)
 
 
-def test_compile_writes_strided_outputs():
-    case = Case(b=3, h_q=8, s_q=2, s_kv=100, topk=64, sink=True, topk_length=True, zero_length=True)
-    inputs, problem = make_inputs(case), FakeProblem(h_q=8)
+@pytest.mark.parametrize("extra", [{}, {"kv_format": "model1", "extra_topk": 30, "extra_topk_length": True}], ids=len)
+def test_compile_writes_strided_outputs(extra):
+    case = Case(b=3, h_q=8, s_q=2, s_kv=100, topk=64, sink=True, topk_length=True, zero_length=True, **extra)
+    inputs, problem = make_inputs(case), FakeProblem(h_q=8, kv_format=case.kv_format)
     run = reference.compile(problem, reference.default_config(problem), "sm_90a")
     out = torch.full((3, 2, 9, 520), 7.0, dtype=torch.bfloat16)
     lse = torch.full((3, 8, 2), 7.0)
     run(
-        *(inputs.q, inputs.kv_cache, inputs.indices, inputs.topk_length, inputs.attn_sink, inputs.softmax_scale),
-        *(None, None, None),
+        *(inputs.q, inputs.kv_cache, inputs.indices, inputs.topk_length),
+        *(inputs.extra_kv_cache, inputs.extra_indices, inputs.extra_topk_length),
+        *(inputs.attn_sink, inputs.softmax_scale, None, None, None),
         *(out[:, :, :8, :512], lse.transpose(1, 2)),
     )
     want = reference.sparse_decode(inputs.q, inputs.kv_cache, inputs.indices, **inputs.kwargs())
@@ -646,8 +791,8 @@ def test_config_num_parts(h_q, s_q, num_sms, want):
 def test_config_check():
     with pytest.raises(NotImplementedError, match="problem.op: .* got dense_decode"):
         reference.compile(FakeProblem(op="dense_decode"), reference.Config(), "sm_90a")
-    with pytest.raises(NotImplementedError, match="problem.kv_format: .* got model1"):
-        reference.Config().check(FakeProblem(kv_format="model1"))
+    with pytest.raises(NotImplementedError, match="problem.kv_format: the reference reads v32 and model1, got v4"):
+        reference.Config().check(FakeProblem(kv_format="v4"))
     with pytest.raises(ValueError, match="tile_n: must be at least 1, got 0"):
         reference.Config(tile_n=0).check(FakeProblem())
     with pytest.raises(ValueError, match="fixed_overhead_blocks: must not be negative, got -1"):

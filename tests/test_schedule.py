@@ -36,7 +36,42 @@ def test_plan_on_cpu_is_the_references():
         assert_bitwise(plan.num_splits, num_splits)
         assert (plan.b, plan.s_q, plan.h_q, plan.topk, plan.num_parts) == (7, 2, 128, TOPK, 33)
         assert (plan.tile_n, plan.fixed_overhead_blocks, plan.has_topk_length) == (64, 5, length is not None)
+        assert (plan.extra_topk, plan.has_extra_topk_length) == (0, False)
         assert isinstance(plan, DecodePlan) and plan.config == reference.Config()
+
+
+@pytest.mark.parametrize("tile_n", [64, 32])
+def test_plan_with_extra_keys(tile_n):
+    """Blocks of the main keys, at least one, and behind them those of the extra keys."""
+    length, extra_length = (torch.tensor(n, dtype=torch.int32) for n in ([0, 65, 64, 9999, -3], [0, 1, 640, -7, 9999]))
+    q, indices = shapes(5)
+    extra = torch.empty(1, dtype=torch.int32).expand(5, 1, 640)
+    config = reference.Config(tile_n=tile_n)
+
+    def check(blocks, **lengths):
+        plan = plan_decode(q, indices, extra_indices=extra, **lengths, config=config)
+        expected = reference.plan([n * tile_n for n in blocks], 66, tile_n=tile_n)
+        assert_bitwise(plan.metadata, expected[0])
+        assert_bitwise(plan.num_splits, expected[1])
+        assert (plan.extra_topk, plan.has_extra_topk_length) == (640, "extra_topk_length" in lengths)
+
+    main, more = TOPK // tile_n, 640 // tile_n
+    mains = [1, 128 // tile_n if tile_n == 64 else 3, 64 // tile_n, main, 1]
+    mores = [0, 1, more, 0, more]
+    check([main + more] * 5)
+    check([n + more for n in mains], topk_length=length)
+    check([main + n for n in mores], extra_topk_length=extra_length)
+    check([n + m for n, m in zip(mains, mores)], topk_length=length, extra_topk_length=extra_length)
+
+
+def test_the_problem_of_a_plan(monkeypatch):
+    seen = []
+    monkeypatch.setattr(reference.Config, "check", lambda self, problem: seen.append(problem))
+    q, indices = shapes(3)
+    plan_decode(q, indices)
+    plan_decode(q[..., :512], indices, extra_indices=indices[..., :7], extra_topk_length=torch.zeros(3, dtype=torch.int32))
+    model1 = {"d_qk": 512, "kv_format": "model1"}
+    assert seen == [Problem(), Problem(**model1, has_extra=True, has_extra_topk_length=True)]
 
 
 def test_plan_takes_config_and_impl():
@@ -65,6 +100,11 @@ CALL = {"b": 7, "s_q": 1, "h_q": 128, "topk": TOPK, "has_topk_length": False, "d
         ({"s_q": 2}, "s_q 1, got a call with s_q 2"),
         ({"h_q": 64}, "h_q 128, got a call with h_q 64"),
         ({"topk": 64}, "topk 2048, got a call with topk 64"),
+        ({"extra_topk": 64}, "extra_topk 0, got a call with extra_topk 64"),
+        (
+            {"has_extra_topk_length": True},
+            "has_extra_topk_length False, got a call with has_extra_topk_length True",
+        ),
         ({"has_topk_length": True}, "has_topk_length False, got a call with has_topk_length True"),
         ({"device": torch.device("cuda", 0)}, "device cpu, got a call with device cuda:0"),
         ({"config": reference.Config(tile_n=32)}, "config.tile_n 64, got a call with 32"),
@@ -134,6 +174,45 @@ def test_errors(q, indices, topk_length, error, message):
     with pytest.raises(error) as raised:
         indices = None if indices is None else torch.empty(1).expand(indices)
         plan_decode(torch.empty(1).expand(q), indices, topk_length=topk_length)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "message"),
+    [
+        ({"extra_indices": 3}, TypeError, "extra_indices: must be a torch.Tensor, got int"),
+        (
+            {"extra_indices": torch.zeros(7, 9)},
+            ValueError,
+            "extra_indices: must be [b, s_q, extra_topk], got shape [7, 9]",
+        ),
+        (
+            {"extra_indices": torch.zeros(7, 2, 9)},
+            ValueError,
+            "extra_indices: shape must be [b, s_q, extra_topk] = [7, 1, 1 or more], got [7, 2, 9]",
+        ),
+        ({"extra_indices": torch.zeros(7, 1, 0)}, ValueError, "= [7, 1, 1 or more], got [7, 1, 0]"),
+        ({"extra_indices": torch.zeros(7, 1, 9, device="meta")}, ValueError, "on the device of q (cpu), got meta"),
+        (
+            {"extra_topk_length": torch.zeros(7).int()},
+            ValueError,
+            "extra_indices: must be given with extra_topk_length, got None",
+        ),
+        (
+            {"extra_indices": torch.zeros(7, 1, 9), "extra_topk_length": torch.zeros(7)},
+            TypeError,
+            "extra_topk_length: dtype must be int32, got torch.float32",
+        ),
+        (
+            {"extra_indices": torch.zeros(7, 1, 9), "extra_topk_length": torch.zeros(8).int()},
+            ValueError,
+            "extra_topk_length: shape must be [b] = [7], got [8]",
+        ),
+    ],
+)
+def test_errors_of_extra_keys(extra, error, message):
+    with pytest.raises(error) as raised:
+        plan_decode(*shapes(7), **extra)
     assert message in str(raised.value)
 
 
@@ -240,6 +319,8 @@ def test_cost_limit():
     where = target(torch.device("cpu"))._replace(load=lambda *_: pytest.fail("compiled"))
     with pytest.raises(ValueError, match=r"indices: b \* \(blocks of topk \+ 5\) must be below about 2\*\*30, got"):
         schedule._plan_by_kernel(2**25, 64 * 32, None, 132, 64, 5, torch.device("cuda", 0), where)
+    with pytest.raises(ValueError, match=r"indices: b \* \(blocks of topk and extra_topk \+ 5\) must be below about"):
+        schedule._plan_by_kernel(2**25, 64, None, 132, 64, 5, torch.device("cuda", 0), where, extra_topk=64 * 31)
 
 
 # ---- the kernel
@@ -247,12 +328,14 @@ def test_cost_limit():
 
 @pytest.mark.compile
 @pytest.mark.parametrize("use_workspace", [False, True], ids=["shared", "workspace"])
+@pytest.mark.parametrize("has_extra_topk_length", [False, True], ids=["", "extra_topk_length"])
 @pytest.mark.parametrize("has_topk_length", [False, True], ids=["uniform", "topk_length"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_compiles_without_spills(arch, has_topk_length, use_workspace):
+def test_compiles_without_spills(arch, has_topk_length, has_extra_topk_length, use_workspace):
     from mla_cute import schedule_kernel
 
-    found = jit.inspect(schedule_kernel, schedule_kernel.PlanProblem(has_topk_length, use_workspace), None, arch)
+    problem = schedule_kernel.PlanProblem(has_topk_length, use_workspace, has_extra_topk_length)
+    found = jit.inspect(schedule_kernel, problem, None, arch)
     (name, usage), *others = found.resources.items()
     assert name.startswith(f"mla_schedule_{arch[:-1].replace('_', '')}") and not others
     assert usage["REG"] <= 64 and usage["STACK"] == 0 and usage["LOCAL"] == 0
@@ -331,6 +414,21 @@ def test_plan_decode_on_the_device(device, s_q, h_q, topk):
             assert plan.num_parts == plan.config.num_parts(Problem(h_q=h_q), s_q, num_sms) == plan.metadata.shape[0]
             assert plan.device == device
             assert_plan_is_reference(plan.metadata, plan.num_splits, b, topk, lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [("uniform", "uniform"), ("random", "uniform"), ("uniform", "wild"), ("borders", "borders")])
+@pytest.mark.parametrize("b", [1, 74, 1025, 16385])
+def test_device_plan_with_extra_keys(device, b, kinds):
+    length, extra_length = (make_lengths(kind, b, seed) for seed, kind in enumerate(kinds))
+    on_device = [None if t is None else t.to(device) for t in (length, extra_length)]
+    q, indices = shapes(b, device=device)
+    extra = torch.empty(1, dtype=torch.int32, device=device).expand(b, 1, 650)
+    plan = plan_decode(q, indices, topk_length=on_device[0], extra_indices=extra, extra_topk_length=on_device[1])
+    keys = reference.sparse_num_keys(b, TOPK, length, extra_topk=650, extra_topk_length=extra_length)
+    expected = reference.plan(keys, plan.num_parts)
+    assert_bitwise(plan.metadata.cpu(), expected[0], name="metadata")
+    assert_bitwise(plan.num_splits.cpu(), expected[1], name="num_splits")
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_cute import reference
-from mla_cute.kv_cache import dequantize_kv_cache
+from mla_cute.kv_cache import MODEL1, dequantize_kv_cache
 from mla_cute.testing import (
     INT_MAX,
     SPARSE_DECODE_LSE,
@@ -144,11 +144,34 @@ CASES = [
     Case(b=3, h_q=8, s_kv=100, topk=64, page_block_size=1, scales="random", duplicates=True, holes=True, strided=False),
     Case(b=3, h_q=8, s_kv=100, topk=64, all_invalid=True, topk_length=True, scales="amax", sink=True),
     Case(b=1, h_q=8, s_kv=100, topk=64, zero_length=True),
+    Case(b=5, h_q=8, s_q=2, s_kv=150, topk=100, page_block_size=61, kv_format="model1", topk_length=True, outside=True),
+    Case(b=4, h_q=8, s_kv=90, topk=64, page_block_size=7, kv_format="model1", scales="random", strided=False, holes=True),
+]
+EXTRA_CASES = [
+    Case(b=5, h_q=8, s_q=2, s_kv=150, topk=100, extra_topk=70, topk_length=True, outside=True, varlen=True),
+    Case(
+        **{"b": 9, "h_q": 8, "s_kv": 100, "topk": 64, "kv_format": "model1", "extra_topk": 96, "extra_s_kv": 50},
+        **{"extra_page_block_size": 53, "extra_topk_length": True, "holes": True, "zero_length": True, "sink": True},
+    ),
 ]
 
 
+def caches(case: Case):
+    """(case, inputs) of the one cache, or of each of the two as if it were the only one."""
+    x = make_inputs(case)
+    yield case, replace(x, extra_kv_cache=None)
+    if case.extra_topk:
+        page = case.extra_page_block_size or case.page_block_size
+        size = {"topk": case.extra_topk, "s_kv": case.extra_s_kv or 2 * case.extra_topk, "page_block_size": page}
+        tensors = {"kv_cache": x.extra_kv_cache, "indices": x.extra_indices, "kv": x.extra_kv}
+        yield (
+            replace(case, **size, topk_length=case.extra_topk_length),
+            replace(x, **tensors, topk_length=x.extra_topk_length, extra_kv_cache=None),
+        )
+
+
 def attended(case, inputs) -> torch.Tensor:
-    valid = inputs.indices >= 0
+    valid = (inputs.indices >= 0) & (inputs.indices < inputs.kv_cache.shape[0] * case.page_block_size)
     if inputs.topk_length is not None:
         valid = valid & (torch.arange(case.topk) < inputs.topk_length.view(-1, 1, 1))
     return valid
@@ -158,55 +181,107 @@ def test_ids():
     assert str(Case()) == "b4-h128-q1-kv512-topk64-page64"
     assert str(CASES[2]) == "b6-h8-q2-kv300-topk192-page53-topk_length-holes-seed5"
     assert str(CASES[4]) == "b3-h8-q1-kv100-topk64-page1-holes-duplicates-random-packed"
-    assert len({str(c) for c in CASES}) == len(CASES)
+    assert str(CASES[7]) == "b5-h8-q2-kv150-topk100-page61-model1-topk_length-outside"
+    assert str(EXTRA_CASES[0]) == "b5-h8-q2-kv150-topk100-page64-extra_topk70-varlen-topk_length-outside"
+    assert str(EXTRA_CASES[1]) == (
+        "b9-h8-q1-kv100-topk64-page64-model1-extra_topk96-extra_kv50-extra_page53-extra_topk_length-sink-zero_length-holes"
+    )
+    assert len({str(c) for c in CASES + EXTRA_CASES}) == len(CASES + EXTRA_CASES)
 
 
 def test_case_errors():
-    with pytest.raises(ValueError, match="d_qk: must be 576 .* got 512"):
-        Case(d_qk=512)
+    with pytest.raises(ValueError, match="kv_format: must be v32 or model1, got v4"):
+        Case(kv_format="v4")
+    with pytest.raises(ValueError, match='scales: must be "pow2" or "random" for model1, got "amax"'):
+        Case(kv_format="model1", scales="amax")
+    for name, value in (("extra_s_kv", 5), ("extra_page_block_size", 5), ("extra_topk_length", True)):
+        with pytest.raises(ValueError, match=f"extra_topk: must be given with {name}, got 0"):
+            Case(**{name: value})
     with pytest.raises(ValueError, match='scales: must be .* got "e8m0"'):
         Case(scales="e8m0")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + EXTRA_CASES, ids=str)
 def test_shapes_and_strides(case):
-    x = make_inputs(case)
-    assert x.q.shape == (case.b, case.s_q, case.h_q, 576) and x.q.dtype == torch.bfloat16
-    assert x.indices.shape == (case.b, case.s_q, case.topk) and x.indices.dtype == torch.int32
-    assert x.kv_cache.shape[1:] == (case.page_block_size, 1, 656) and x.kv_cache.dtype == torch.uint8
-    assert x.softmax_scale == pytest.approx(576**-0.55)
-    assert x.kv_cache.stride() == ((case.page_block_size + case.strided) * 656, 656, 656, 1)
-    assert x.q.is_contiguous() != case.strided
-    assert x.q.stride(-1) == x.indices.stride(-1) == 1
-    if case.odd_rows:
-        assert x.indices.data_ptr() % 8 == 4 and x.indices.stride(1) % 2 == 0
-    else:
-        assert x.indices.storage_offset() == 0 and x.indices.stride(1) == case.topk + 128 * case.strided
-    assert (x.attn_sink is None) != case.sink and (x.topk_length is None) != case.topk_length
+    for c, x in caches(case):
+        fmt = c.format
+        assert x.q.shape == (c.b, c.s_q, c.h_q, fmt.d_qk) and x.q.dtype == torch.bfloat16
+        assert x.indices.shape == (c.b, c.s_q, c.topk) and x.indices.dtype == torch.int32
+        assert x.kv_cache.shape[1:] == (c.page_block_size, 1, fmt.bytes_per_token) and x.kv_cache.dtype == torch.uint8
+        assert x.softmax_scale == pytest.approx(fmt.d_qk**-0.55)
+        page_bytes = fmt.page_bytes(c.page_block_size) + fmt.row_bytes
+        if not c.strided:
+            page_bytes = -(-c.page_block_size * fmt.bytes_per_token // 16) * 16
+        assert x.kv_cache.stride() == (page_bytes, fmt.bytes_per_token, fmt.bytes_per_token, 1)
+        assert x.q.is_contiguous() != c.strided
+        assert x.q.stride(-1) == x.indices.stride(-1) == 1
+        if c.odd_rows:
+            assert x.indices.data_ptr() % 8 == 4 and x.indices.stride(1) % 2 == 0
+        else:
+            assert x.indices.storage_offset() == 0 and x.indices.stride(1) == c.topk + 128 * c.strided
+        assert (x.attn_sink is None) != c.sink and (x.topk_length is None) != c.topk_length
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + EXTRA_CASES, ids=str)
 def test_poison_is_exactly_what_is_not_attended(case):
     """Every token outside the attended ones is NaN in its scales, codes and RoPE; no attended one has a NaN."""
-    x = make_inputs(case)
-    used = torch.zeros(x.kv.shape[0] * case.page_block_size, dtype=torch.bool)
-    used[x.indices[attended(case, x)].long()] = True
-    nan = dequantize_kv_cache(x.kv_cache).isnan().view(-1, 576)
-    assert torch.equal(nan, (~used)[:, None].expand_as(nan))
-    assert torch.equal(x.kv.isnan().view(-1, 576), nan)
-    records = x.kv_cache.reshape(-1, 656)[~used]
-    assert len(records) > 0
-    assert (records[:, :512] == 0x7F).all()
-    assert records[:, 512:528].contiguous().view(torch.float32).isnan().all()
-    assert records[:, 528:].contiguous().view(torch.bfloat16).isnan().all()
+    for c, x in caches(case):
+        fmt, page = c.format, c.page_block_size
+        used = torch.zeros(x.kv.shape[0] * page, dtype=torch.bool)
+        used[x.indices[attended(c, x)].long()] = True
+        nan = dequantize_kv_cache(x.kv_cache, kv_format=fmt).isnan().view(-1, fmt.d_qk)
+        assert torch.equal(nan, (~used)[:, None].expand_as(nan))
+        assert torch.equal(x.kv.isnan().view(-1, fmt.d_qk), nan)
+        assert not used.all()
+        raw = x.kv_cache.flatten(1)  # a page's bytes
+        rows = raw[:, : page * fmt.row_bytes].reshape(-1, fmt.row_bytes)[~used]
+        assert (rows[:, : fmt.d_nope] == 0x7F).all()
+        assert rows[:, fmt.rope_offset : fmt.rope_offset + 128].contiguous().view(torch.bfloat16).isnan().all()
+        if fmt is MODEL1:
+            scales = raw[:, page * 576 :].reshape(-1, 8)
+            assert (scales[~used, :7] == 0xFF).all() and (scales[used, :7] != 0xFF).all()
+            assert (scales[:, 7] == 0xFF).all()  # padding: of attended tokens too
+        else:
+            assert rows[:, 512:528].contiguous().view(torch.float32).isnan().all()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def test_page_gaps_of_model1():
+    for case in (CASES[7], EXTRA_CASES[1]):
+        for c, x in caches(case):
+            stride, used = x.kv_cache.stride(0), c.page_block_size * 584
+            assert stride % 576 == 0 and stride - used >= 576
+            pool = x.kv_cache.as_strided((x.kv_cache.shape[0], stride), (stride, 1))
+            assert (pool[:, used:] == 0xFF).all()
+
+
+def test_outside():
+    for c, x in (*caches(CASES[7]), *caches(EXTRA_CASES[0])):
+        end = x.kv_cache.shape[0] * c.page_block_size
+        inside = torch.ones_like(x.indices) > 0
+        if x.topk_length is not None:
+            inside &= torch.arange(c.topk) < x.topk_length.view(-1, 1, 1)
+        found = x.indices[inside]
+        assert {end, end + 1, 2 * end, INT_MAX} == set(found[found >= end].tolist())
+        assert 0.08 < (found >= end).float().mean() < 0.17
+
+
+def test_extra_is_another_draw():
+    """The main cache is that of the case without extra keys, and the extra cache no copy of it."""
+    case = replace(CASES[0], extra_topk=64)
+    x, plain = make_inputs(case), make_inputs(CASES[0])
+    for name in ("q", "kv_cache", "indices"):
+        assert torch.equal(getattr(x, name), getattr(plain, name))
+    assert x.extra_indices.shape == x.indices.shape and not torch.equal(x.extra_indices, x.indices)
+    assert {*x.kwargs()} - {*x.plan_kwargs()} == {"softmax_scale", "attn_sink", "extra_kv_cache"}
+    assert plain.extra_kv_cache is None and x.extra_topk_length is None
+
+
+@pytest.mark.parametrize("case", CASES + EXTRA_CASES, ids=str)
 def test_reference_is_clean_of_poison(case):
     x = make_inputs(case)
     out, lse = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
     assert not out.isnan().any() and not lse.isnan().any()
-    none = ~attended(case, x).any(-1)  # [b, s_q]
+    none = ~torch.stack([attended(c, y).any(-1) for c, y in caches(case)]).any(0)  # [b, s_q]
     assert torch.equal(lse.isposinf(), none[..., None].expand_as(lse)) and (out[none] == 0).all()
 
 
@@ -286,6 +361,14 @@ def test_value_ranges():
     for share in (x.attn_sink.isposinf(), x.attn_sink.isneginf()):
         assert 0.15 < share.float().mean() < 0.5
     assert x.attn_sink.isfinite().sum() > 20
+
+
+def test_random_scales_of_model1():
+    x = make_inputs(Case(b=2, h_q=8, s_kv=64, topk=64, page_block_size=8, kv_format="model1", scales="random"))
+    codes = x.kv_cache.flatten(1)[:, 8 * 576 :].reshape(-1, 8)[:, :7]
+    assert set(codes.flatten().tolist()) == {*range(119, 127), 255}
+    quantisation = (dequantize_kv_cache(x.kv_cache, kv_format=MODEL1) - x.kv).abs()
+    assert 0 < quantisation[~quantisation.isnan()].max() < 0.04
 
 
 @pytest.mark.parametrize("scales", ["pow2", "amax", "random"])

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from mla_cute import validate
+from mla_cute import kv_cache, validate
 from mla_cute.validate import Problem, check_sparse_decode
 
 B, S_Q, H_Q, TOPK, BLOCKS, PAGE = 2, 3, 4, 5, 6, 7
@@ -24,6 +24,18 @@ def good(**changes):
         "lse": torch.zeros(B, S_Q, H_Q),
     }
     return args | changes
+
+
+def good_extra(**changes):
+    return good(
+        extra_kv_cache=torch.zeros(3, 9, 1, 656, dtype=U8),
+        extra_indices=torch.zeros(B, S_Q, 11, dtype=I32),
+        extra_topk_length=torch.zeros(B, dtype=I32),
+    ) | changes
+
+
+def model1(page=PAGE, blocks=BLOCKS, stride=None):
+    return strided((blocks, page, 1, 584), (stride or -(-page * 584 // 16) * 16, 584, 584, 1), U8)
 
 
 def check(args):
@@ -47,6 +59,28 @@ class TestGood:
         bare = good(softmax_scale=None, topk_length=None, attn_sink=None, out=None, lse=None)
         assert check(bare) == Problem("sparse_decode", H_Q, 576, 512, "v32", False, False)
         assert check(bare | {"attn_sink": torch.zeros(H_Q)}) == Problem(h_q=H_Q, has_attn_sink=True)
+
+    def test_formats_are_kv_caches(self):
+        for size, fmt in validate.FORMATS.items():
+            other = kv_cache.FORMATS[fmt.name]
+            assert (size, fmt.d_qk, validate.D_V) == (other.bytes_per_token, other.d_qk, other.d_v)
+        assert len(validate.FORMATS) == len(kv_cache.FORMATS)
+
+    @pytest.mark.parametrize("page", [1, 2, 7, 61, 64])
+    def test_model1(self, page):
+        args = good(q=q_like(B, S_Q, H_Q, 512), kv_cache=model1(page))
+        assert check(args) == Problem("sparse_decode", H_Q, 512, 512, "model1", True, True)
+        args["kv_cache"] = model1(page, blocks=1, stride=584)  # one page: the stride is never walked
+        assert check(args).kv_format == "model1"
+
+    def test_extra(self):
+        for more, length in (({}, True), ({"extra_topk_length": None}, False)):
+            problem = Problem("sparse_decode", H_Q, 576, 512, "v32", True, True, True, length)
+            assert check(good_extra(**more)) == problem
+        args = good_extra(q=q_like(B, S_Q, H_Q, 512), kv_cache=model1(), extra_kv_cache=model1(2))
+        assert check(args) == Problem("sparse_decode", H_Q, 512, 512, "model1", True, True, True, True)
+        one = good_extra(extra_indices=strided((B, S_Q, 1), (5, 1, 7), I32, offset=1))
+        assert check(one).has_extra
 
     @pytest.mark.parametrize("h_q, tiles", [(1, 1), (64, 1), (65, 2), (128, 2)])
     def test_head_tiles(self, h_q, tiles):
@@ -146,13 +180,16 @@ BAD = [
         "kv_cache",
         torch.zeros(BLOCKS, PAGE, 656, dtype=U8),
         ValueError,
-        "must have 4 dims [num_blocks, page_block_size, 1, 656], got shape [6, 7, 656]",
+        "must have 4 dims [num_blocks, page_block_size, 1, 656 or 584], got shape [6, 7, 656]",
     ),
     (
         "kv_cache",
         torch.zeros(BLOCKS, PAGE, 1, 576, dtype=U8),
         ValueError,
-        "last dim must be 656 bytes for V32, got 576",
+        (
+            "last dim must be the bytes of a token, 656 (V32: 512 e4m3, 4 fp32 scales, 64 bf16) or "
+            "584 (MODEL1: 448 e4m3, 64 bf16, 7 e8m0 scales and a pad byte), got 576"
+        ),
     ),
     (
         "kv_cache",
@@ -355,6 +392,132 @@ def test_bad_argument(name, value, error, message):
         check(good(**{name: value}))
 
 
+BAD_EXTRA = [
+    ("extra_kv_cache", {"extra_kv_cache": None}, ValueError, "must be given with extra_indices, got None"),
+    (
+        "extra_kv_cache",
+        {"extra_kv_cache": None, "extra_indices": None},
+        ValueError,
+        "must be given with extra_topk_length, got None",
+    ),
+    ("extra_indices", {"extra_indices": None}, ValueError, "must be given with extra_kv_cache, got None"),
+    ("extra_kv_cache", {"extra_kv_cache": "cache"}, TypeError, "must be a torch.Tensor, got str"),
+    (
+        "extra_kv_cache",
+        {"extra_kv_cache": torch.zeros(3, 9, 1, 656)},
+        TypeError,
+        "dtype must be uint8 or int8 or float8_e4m3fn, got torch.float32",
+    ),
+    ("extra_kv_cache", {"extra_kv_cache": model1()}, ValueError, "last dim must be 656 as kv_cache's (V32), got 584 (MODEL1)"),
+    (
+        "extra_kv_cache",
+        {"extra_kv_cache": torch.zeros(0, 9, 1, 656, dtype=U8)},
+        ValueError,
+        "num_blocks (dim 0) must be at least 1 for a non-empty batch, got 0",
+    ),
+    (
+        "extra_kv_cache",
+        {"extra_kv_cache": strided((3, 9, 1, 656), (8000, 672, 656, 1), U8)},
+        ValueError,
+        "token stride (dim 1) must be 656 bytes, got 672",
+    ),
+    (
+        "extra_kv_cache",
+        {"extra_kv_cache": strided((3, 9, 1, 656), (9 * 656 + 8, 656, 656, 1), U8)},
+        ValueError,
+        "page stride (dim 0) must be a multiple of 16 bytes, got 5912",
+    ),
+    (
+        "extra_kv_cache",
+        {"extra_kv_cache": torch.zeros(3, 9, 1, 656, dtype=U8, device="meta")},
+        ValueError,
+        "must be on the device of q (cpu), got meta",
+    ),
+    (
+        "extra_indices",
+        {"extra_indices": torch.zeros(B, S_Q, 11)},
+        TypeError,
+        "dtype must be int32, got torch.float32",
+    ),
+    (
+        "extra_indices",
+        {"extra_indices": torch.zeros(B, S_Q + 1, 11, dtype=I32)},
+        ValueError,
+        "shape must be [b, s_q, extra_topk] with b 2, s_q 3 of q, got [2, 4, 11]",
+    ),
+    (
+        "extra_indices",
+        {"extra_indices": torch.zeros(B, S_Q, 0, dtype=I32)},
+        ValueError,
+        "extra_topk (dim 2) must be at least 1, got 0",
+    ),
+    (
+        "extra_indices",
+        {"extra_indices": torch.zeros(B, 11, S_Q, dtype=I32).mT},
+        ValueError,
+        "last dim must be contiguous (stride 1), got stride 3",
+    ),
+    (
+        "extra_topk_length",
+        {"extra_topk_length": torch.zeros(B)},
+        TypeError,
+        "dtype must be int32, got torch.float32",
+    ),
+    (
+        "extra_topk_length",
+        {"extra_topk_length": torch.zeros(B + 1, dtype=I32)},
+        ValueError,
+        "shape must be [b] = [2], got [3]",
+    ),
+    (
+        "extra_topk_length",
+        {"extra_topk_length": torch.zeros(2 * B, dtype=I32)[::2]},
+        ValueError,
+        "must be contiguous (stride 1), got stride 2",
+    ),
+    (
+        "extra_topk_length",
+        {"extra_topk_length": torch.zeros(B, dtype=I32, device="meta")},
+        ValueError,
+        "must be on the device of q (cpu), got meta",
+    ),
+    (
+        "q",
+        {"kv_cache": model1(), "extra_kv_cache": model1()},
+        ValueError,
+        "last dim d_qk must be 512 (MODEL1: 448 latent + 64 RoPE values), got 576",
+    ),
+    (
+        "kv_cache",
+        {"q": q_like(B, S_Q, H_Q, 512), "kv_cache": model1(stride=PAGE * 584)},
+        ValueError,
+        f"page stride (dim 0) must be a multiple of 16 bytes, got {PAGE * 584}",
+    ),
+    (
+        "kv_cache",
+        {"q": q_like(B, S_Q, H_Q, 512), "kv_cache": strided((BLOCKS, PAGE, 1, 584), (PAGE * 576, 576, 576, 1), U8)},
+        ValueError,
+        "token stride (dim 1) must be 584 bytes, got 576",
+    ),
+]
+
+
+@pytest.mark.parametrize("name, changes, error, message", BAD_EXTRA, ids=[f"{b[0]}-{i}" for i, b in enumerate(BAD_EXTRA)])
+def test_bad_extra(name, changes, error, message):
+    check(good_extra())
+    with pytest.raises(error, match=f"^{re.escape(f'{name}: {message}')}$"):
+        check(good_extra(**changes))
+
+
+def test_extra_cache_that_requires_grad():
+    args = good_extra(extra_kv_cache=torch.zeros(3, 9, 1, 656).to(torch.float8_e4m3fn))
+    for _ in range(2):
+        check(args)
+    args["extra_kv_cache"].requires_grad_()
+    with pytest.raises(ValueError, match="^extra_kv_cache: must not require grad"):
+        check(args)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", ["q", "topk_length", "attn_sink", "lse"])
 def test_nested_tensor(name):
@@ -392,11 +555,21 @@ def test_same_metadata_is_checked_once(monkeypatch):
     assert (len(calls), changed.has_topk_length) == (2, False)
     assert check(good(kv_cache=torch.zeros(9, PAGE, 1, 656, dtype=U8))) is not first  # one object per metadata
     assert len(calls) == 3
+    extra = check(good_extra())
+    assert (len(calls), extra.has_extra) == (4, True)
+    assert check(good_extra()) is extra and check(good()) is first
+    assert len(calls) == 4
+    wide = torch.zeros(3, 8, 1, 656, dtype=U8), torch.zeros(B, S_Q, 12, dtype=I32)
+    assert check(good_extra(extra_kv_cache=wide[0])) is not check(good_extra(extra_indices=wide[1])) is not extra
+    assert not check(good_extra(extra_topk_length=None)).has_extra_topk_length
+    assert len(calls) == 7
 
 
-@pytest.mark.parametrize("name, dtype, offset", [("q", BF16, 1), ("kv_cache", U8, 8), ("out", BF16, 4)])
+@pytest.mark.parametrize(
+    "name, dtype, offset", [("q", BF16, 1), ("kv_cache", U8, 8), ("out", BF16, 4), ("extra_kv_cache", U8, 8)]
+)
 def test_address_is_looked_at_every_time(name, dtype, offset):
-    args = good()
+    args = good_extra()
     check(args)
     shape, stride = args[name].shape, args[name].stride()
     args[name] = strided(shape, stride, dtype, offset)
@@ -405,11 +578,11 @@ def test_address_is_looked_at_every_time(name, dtype, offset):
 
 
 @pytest.mark.parametrize("passed_before", [False, True])
-@pytest.mark.parametrize("name", ["indices", "topk_length", "attn_sink", "lse"])
+@pytest.mark.parametrize("name", ["indices", "topk_length", "attn_sink", "lse", "extra_indices", "extra_topk_length"])
 def test_words_are_aligned(name, passed_before, monkeypatch):
     monkeypatch.setattr(validate, "_passed", {})
     monkeypatch.setattr(validate, "_last", (None, None))
-    args = good()
+    args = good_extra()
     if passed_before:
         check(args)
     t = args[name]
@@ -434,6 +607,15 @@ def overlapping():
     yield "lse", "attn_sink", good(lse=lse[..., :H_Q], attn_sink=lse[0, 0, H_Q:])  # in a gap: that counts too
     yield "lse", "topk_length", good(lse=lse[..., :H_Q], topk_length=lse[0, 0, :B].view(I32))
     yield "lse", "indices", good(lse=lse[..., :H_Q], indices=lse.view(I32)[..., 1 : 1 + TOPK])
+    yield "lse", "extra_indices", good_extra(lse=lse[..., :H_Q], extra_indices=lse.view(I32)[..., 1 : 1 + TOPK])
+    yield "lse", "extra_topk_length", good_extra(lse=lse[..., :H_Q], extra_topk_length=lse[0, 0, :B].view(I32))
+    words = torch.zeros(3 * 9 * 656 // 4, dtype=I32)
+    args = good_extra(extra_kv_cache=words.view(U8).view(3, 9, 1, 656))
+    out = args["extra_kv_cache"].view(-1)[-B * S_Q * H_Q * 4 :].view(F32).view(B, S_Q, H_Q)
+    yield "lse", "extra_kv_cache", args | {"lse": out}
+    room = torch.zeros(B * S_Q * H_Q * 512, dtype=BF16)
+    args = good_extra(out=room.view(B, S_Q, H_Q, 512))
+    yield "out", "extra_kv_cache", args | {"extra_kv_cache": room.view(U8)[: 3 * 656].view(3, 1, 1, 656)}
 
 
 @pytest.mark.parametrize("passed_before", [False, True])

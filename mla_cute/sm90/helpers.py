@@ -1,5 +1,6 @@
 """Thread-level pieces of the SM90 kernels: shared memory by address, bulk copies, conversion, fragment arithmetic."""
 
+import cutlass
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
@@ -42,6 +43,13 @@ def e4m3_to_bf16(codes: cute.Tensor, scale: Float32) -> cute.Tensor:
     bf16 = cute.make_rmem_tensor(16, BFloat16)
     bf16.store(values.to(BFloat16))
     return cute.recast_tensor(bf16, Uint32)
+
+
+def e8m0_to_fp32(code: Uint32) -> Float32:
+    """2^(code - 127); 0 is 2^-127, a subnormal, and 255 NaN."""
+    bits = code << 23
+    bits = cutlass.select_(code == 0, Uint32(0x00400000), bits)
+    return Uint32(cutlass.select_(code == 255, Uint32(0x7FC00000), bits)).bitcast(Float32)
 
 
 def fragment_row(thread: Int32) -> Int32:

@@ -54,13 +54,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from .. import jit
 from ..combine import Combine
-from ..kv_cache import V32
+from ..kv_cache import MODEL1, V32, KVFormat
 from ..validate import Problem, check_int
 from .helpers import (
     LN_2,
     LOG2_E,
     bulk_copy_to_smem,
     e4m3_to_bf16,
+    e8m0_to_fp32,
     fragment_row,
     load_smem_16b,
     quad_max,
@@ -71,9 +72,11 @@ from .helpers import (
 )
 
 INF = float("inf")
+FORMATS = {fmt.name: fmt for fmt in (V32, MODEL1)}
 TILE_M = 64  # heads of a CTA: the M of a WGMMA
 SW128_COLUMNS = 64  # bf16 columns of one 128-byte swizzle row: the width of a K or Q "tile"
 WARPGROUP = 128
+STAGE_COLUMNS = 576  # of a K stage: V32's keys; MODEL1's are 512 wide, and the last tile of 64 only takes P
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
 
 
@@ -93,25 +96,24 @@ class Config:
         """Partitions of the plan: one CTA per SM over head tiles and query tokens, at least one."""
         return max(num_sms // (s_q * problem.head_tiles), 1)
 
-    @property
-    def raw_pitch(self) -> int:
+    def raw_pitch(self, fmt: KVFormat) -> int:
         """Bytes between raw records: 64 mod 128, so that two rows' 64-byte pieces fall into different banks."""
-        return V32.bytes_per_token + 48
+        return (fmt.row_bytes + 63) // 128 * 128 + 64
 
-    @property
-    def smem_bytes(self) -> int:
-        q = TILE_M * (V32.d_qk - SW128_COLUMNS * self.q_tiles_in_registers) * 2
-        k = self.num_stages * self.tile_n * V32.d_qk * 2
-        raw = 4 * self.raw_slots * 4 * self.raw_pitch
+    def smem_bytes(self, fmt: KVFormat) -> int:
+        q = TILE_M * (fmt.d_qk - SW128_COLUMNS * self.q_tiles_in_registers) * 2
+        k = self.num_stages * self.tile_n * STAGE_COLUMNS * 2
+        raw = 4 * self.raw_slots * 4 * self.raw_pitch(fmt)
         barriers = 8 * (1 + 2 * self.num_stages + 4 * self.raw_slots)
         small = barriers + self.num_stages * (2 * TILE_M * 4 + self.tile_n // 8)
         return q + k + raw + small + 2 * 1024  # two 1024-byte alignments
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError naming the field and the arithmetic when this Config cannot run `problem`."""
-        if (problem.op, problem.kv_format) != ("sparse_decode", "v32"):
+        if problem.op != "sparse_decode" or problem.kv_format not in FORMATS:
             raise NotImplementedError(
-                f"config: sm90.sparse_decode runs sparse_decode on a v32 cache, got {problem.op} on {problem.kv_format}"
+                f"config: sm90.sparse_decode runs sparse_decode on a cache of {' or '.join(FORMATS)}, "
+                f"got {problem.op} on {problem.kv_format}"
             )
         numbers = "tile_n num_stages q_tiles_in_registers raw_slots fixed_overhead_blocks math0_columns"
         for name in numbers.split():
@@ -132,13 +134,14 @@ class Config:
             raise ValueError(f"config: fixed_overhead_blocks must be at least 1, got {self.fixed_overhead_blocks}")
         if any(r % 8 or not 24 <= r <= 240 for r in self.registers) or sum(self.registers) > 504:
             raise ValueError(f"config: registers must be multiples of 8 in 24..240, sum <= 504, got {self.registers}")
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"config: shared memory needs {self.smem_bytes} bytes, the limit is {SMEM_LIMIT}")
+        needed = self.smem_bytes(FORMATS[problem.kv_format])
+        if needed > SMEM_LIMIT:
+            raise ValueError(f"config: shared memory needs {needed} bytes, the limit is {SMEM_LIMIT}")
 
 
 def default_config(problem: Problem) -> Config:
-    """The shipped choice, the same for every head count."""
-    return Config()
+    """The shipped choice, the same for every head count. MODEL1's Q is a tile shorter: one in registers is enough."""
+    return Config(q_tiles_in_registers=2 if problem.kv_format == V32.name else 1)
 
 
 class NamedBarriers(enum.IntEnum):
@@ -166,7 +169,9 @@ class Work(NamedTuple):
 
     first_block: Int32
     last_block: Int32
-    length: Int32  # selected tokens of the request
+    length: Int32  # selected tokens of the request in the main cache
+    extra_length: Int32  # and in the extra cache, whose blocks begin behind those
+    num_main_blocks: Int32
     is_split: Boolean
     slot: Int32
 
@@ -174,10 +179,13 @@ class Work(NamedTuple):
 class Params(NamedTuple):
     """Kernel arguments that several roles read."""
 
-    q: cute.Tensor  # [b, s_q, h_q, 576] bf16
-    kv_cache: cute.Tensor  # [num_blocks, page_block_size, 1, 656] uint8
+    q: cute.Tensor  # [b, s_q, h_q, d_qk] bf16
+    kv_cache: cute.Tensor  # [num_blocks, page_block_size, 1, bytes_per_token] uint8
     indices: cute.Tensor  # [b, s_q, topk] int32
     topk_length: cute.Tensor | None  # [b] int32
+    extra_kv_cache: cute.Tensor | None  # [extra_num_blocks, extra_page_block_size, 1, bytes_per_token] uint8
+    extra_indices: cute.Tensor | None  # [b, s_q, extra_topk] int32
+    extra_topk_length: cute.Tensor | None  # [b] int32
     attn_sink: cute.Tensor | None  # [h_q] fp32, natural log
     metadata: cute.Tensor  # [num_parts, 8] int32
     o_partial: cute.Tensor  # [2 * num_parts, s_q, h_q, 512] fp32
@@ -195,11 +203,13 @@ class SparseDecode:
         self.h_q = problem.h_q
         self.head_tiles = problem.head_tiles
         self.tile_n = config.tile_n
-        self.num_tiles = V32.d_qk // SW128_COLUMNS  # 9 column tiles; the last is rope
+        self.fmt = FORMATS[problem.kv_format]
+        self.num_tiles = self.fmt.d_qk // SW128_COLUMNS  # column tiles of K, 9 or 8; the last is rope
+        self.raw_pitch = config.raw_pitch(self.fmt)
         self.q_smem_tiles = self.num_tiles - config.q_tiles_in_registers
         self.stages = config.num_stages
         # Columns of O per math warpgroup, and the N of their WGMMAs (at most 256).
-        self.columns = (config.math0_columns, V32.d_v - config.math0_columns)
+        self.columns = (config.math0_columns, self.fmt.d_v - config.math0_columns)
         self.first_column = (0, config.math0_columns)
         self.pv_n = tuple(c if c <= 256 else c // 2 for c in self.columns)
 
@@ -210,6 +220,9 @@ class SparseDecode:
         kv_cache: cute.Tensor,
         indices: cute.Tensor,
         topk_length: cute.Tensor | None,
+        extra_kv_cache: cute.Tensor | None,
+        extra_indices: cute.Tensor | None,
+        extra_topk_length: cute.Tensor | None,
         attn_sink: cute.Tensor | None,
         softmax_scale: Float32,
         metadata: cute.Tensor,
@@ -232,7 +245,7 @@ class SparseDecode:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         q_columns = self.q_smem_tiles * SW128_COLUMNS
         layout_q = cute.tile_to_shape(atom, (TILE_M, q_columns), order=(0, 1))
-        layout_k = cute.tile_to_shape(atom, (self.tile_n, V32.d_qk, self.stages), order=(0, 1, 2))
+        layout_k = cute.tile_to_shape(atom, (self.tile_n, STAGE_COLUMNS, self.stages), order=(0, 1, 2))
         layout_o = cute.tile_to_shape(atom, (TILE_M, SW128_COLUMNS), order=(0, 1))
 
         # TMA views with heads and columns first: [h_q, d, s_q, b]. Rows past h_q read as zero and are not written.
@@ -250,7 +263,7 @@ class SparseDecode:
             (TILE_M, SW128_COLUMNS),
         )
 
-        stages, raw_bytes = self.stages, 4 * self.config.raw_slots * 4 * self.config.raw_pitch
+        stages, raw_bytes = self.stages, 4 * self.config.raw_slots * 4 * self.raw_pitch
 
         @cute.struct
         class Smem:
@@ -271,12 +284,14 @@ class SparseDecode:
         # Scratch: the pieces' O, behind them their lse. One part alone splits nothing and needs none.
         s_q, slots = q.shape[1], 2 * metadata.shape[0]
         rows = cute.make_layout((slots, s_q, self.h_q), stride=(s_q * self.h_q, self.h_q, 1))
-        lse_partial = cute.make_tensor(scratch.iterator + Int64(cute.size(rows)) * V32.d_v, rows)
-        o_strides = (s_q * self.h_q * V32.d_v, self.h_q * V32.d_v, V32.d_v, 1)
-        o_partial = cute.make_tensor(scratch.iterator, cute.make_layout((*rows.shape, V32.d_v), stride=o_strides))
+        lse_partial = cute.make_tensor(scratch.iterator + Int64(cute.size(rows)) * self.fmt.d_v, rows)
+        d_v = self.fmt.d_v
+        o_strides = (s_q * self.h_q * d_v, self.h_q * d_v, d_v, 1)
+        o_partial = cute.make_tensor(scratch.iterator, cute.make_layout((*rows.shape, d_v), stride=o_strides))
         params = Params(
-            q, kv_cache, indices, topk_length, attn_sink, metadata, o_partial, lse_partial, lse, softmax_scale * LOG2_E
-        )
+            q, kv_cache, indices, topk_length, extra_kv_cache, extra_indices, extra_topk_length, attn_sink, metadata,
+            o_partial, lse_partial, lse, softmax_scale * LOG2_E,
+        )  # fmt: skip
         # Head tiles of one query token are neighbours in the grid, so that the second gather of a record hits L2.
         self.kernel(
             params, mma_qk, mma_qk_rs, mma_pv, mma_pv_rs, tma_q, tma_mQ, tma_o, tma_mO, layout_q, layout_k
@@ -314,7 +329,7 @@ class SparseDecode:
         sQ = storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner)  # [64, 448]
         sK = storage.sK.get_tensor(layout_k.outer, swizzle=layout_k.inner)  # [64, 576, stages]
         sV = cute.make_tensor(sK.iterator, cute.select(sK.layout, mode=[1, 0, 2]))  # [576, 64, stages], the same bytes
-        sP = cute.local_tile(sK, (TILE_M, self.tile_n), (0, self.num_tiles - 1, None))  # rope tile of a stage
+        sP = cute.local_tile(sK, (TILE_M, self.tile_n), (0, STAGE_COLUMNS // SW128_COLUMNS - 1, None))  # a stage's last tile
         factors = cute.make_layout((TILE_M, self.stages))
         sAlpha, sFactor = storage.alpha.get_tensor(factors), storage.factor.get_tensor(factors)
 
@@ -365,7 +380,13 @@ class SparseDecode:
         length = params.indices.shape[2]
         if const_expr(params.topk_length is not None):
             length = cutlass.max(cutlass.min(params.topk_length[req], length), 0)
-        num_blocks = (cutlass.max(length, 1) + self.tile_n - 1) // self.tile_n
+        num_main_blocks = (cutlass.max(length, 1) + self.tile_n - 1) // self.tile_n
+        num_blocks, extra_length = num_main_blocks, Int32(0)
+        if const_expr(params.extra_indices is not None):
+            extra_length = params.extra_indices.shape[2]
+            if const_expr(params.extra_topk_length is not None):
+                extra_length = cutlass.max(cutlass.min(params.extra_topk_length[req], extra_length), 0)
+            num_blocks += (extra_length + self.tile_n - 1) // self.tile_n
         record = params.metadata[part.index, None]
         begin_block, end_block, partial_slot = record[2], record[3], record[7]
         begin_is_split, end_is_split = record[5] != 0, record[6] != 0
@@ -375,7 +396,7 @@ class SparseDecode:
         is_split = (is_begin & begin_is_split) | (is_end & end_is_split)
         # A part that begins and ends in two different split requests writes two pieces, the second behind the first.
         slot = partial_slot + cutlass.select_((~is_begin) & begin_is_split, Int32(1), Int32(0))
-        return Work(first, last, length, is_split, slot)
+        return Work(first, last, length, extra_length, num_main_blocks, is_split, slot)
 
     # ---- roles, in the order of the data ----
 
@@ -391,7 +412,7 @@ class SparseDecode:
         """
         part = self.load_part(params.metadata, part_idx)
         lane, w = t % 32, t // 32
-        slots, pitch = self.config.raw_slots, self.config.raw_pitch
+        slots, pitch, fmt = self.config.raw_slots, self.raw_pitch, self.fmt
         groups = 4  # of 4 tokens, per warp and block
         # Conversion: lanes 4 rows x 2 column tiles x 4 pieces of 16 codes. Rope: 4 rows x 8 pieces of 8 values.
         row, odd_tile, piece = lane // 4 % 4, lane // 16, lane % 4
@@ -399,18 +420,18 @@ class SparseDecode:
         raw_warp = Int32(raw.toint()) + w * (slots * 4 * pitch)
         full_warp = raw_full + w * slots
         k_base = Int32(sK.iterator.toint())
-        tile_bytes, stage_bytes = self.tile_n * 128, self.tile_n * V32.d_qk * 2
+        tile_bytes, stage_bytes = self.tile_n * 128, self.tile_n * STAGE_COLUMNS * 2
 
         req, block, last = part.begin_req, Int32(0), Int32(0)
         if req <= part.end_req:
             work = self.work_range(params, part, req)
             block, last = work.first_block, work.last_block
-        index = self.load_index(params, part, s_idx, req, block, w, lane)
-        src, mask = self.resolve(params, index)
+        index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
+        src, mask, scales_low, scales_high = self.resolve(params, index, is_extra)
         for slot in cutlass.range_constexpr(slots):
             self.fill(raw_warp, full_warp, Int32(slot), Int32(slot), lane, src, mask)
         req, block, last = self.next_block(params, part, req, block, last)
-        index = self.load_index(params, part, s_idx, req, block, w, lane)
+        index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
 
         n = Int32(0)  # blocks done by this CTA: stage and phase follow from it
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
@@ -418,19 +439,19 @@ class SparseDecode:
             for _ in cutlass.range(work.first_block, work.last_block, unroll=1):
                 stage, phase = ring(n, self.stages)
                 stage_base = k_base + stage * stage_bytes
-                next_src, next_mask = self.resolve(params, index)
+                next_src, next_mask, next_low, next_high = self.resolve(params, index, is_extra)
                 req, block, last = self.next_block(params, part, req, block, last)
-                index = self.load_index(params, part, s_idx, req, block, w, lane)
+                index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
                 for g in cutlass.range(groups, unroll=1):
                     slot, slot_phase = ring(n * groups + g, slots)
                     base = raw_warp + slot * (4 * pitch)
                     cute.arch.mbarrier_wait(full_warp + slot, slot_phase)
-                    scales = load_smem_16b(base + row * pitch + V32.scale_offset, Float32)
+                    scales = self.load_scales(base + row * pitch, scales_low, scales_high, 4 * g + row, odd_tile)
                     codes = cute.make_rmem_tensor((4, 4), Uint32)  # 16 codes, of tile 2c + odd_tile
                     for c in cutlass.range_constexpr(4):
                         piece_addr = base + row * pitch + (2 * c + odd_tile) * SW128_COLUMNS + piece * 16
                         codes[None, c].store(load_smem_16b(piece_addr).load())
-                    rope = load_smem_16b(base + rope_row * pitch + V32.rope_offset + rope_piece * 16)
+                    rope = load_smem_16b(base + rope_row * pitch + fmt.rope_offset + rope_piece * 16)
                     if g == 0:
                         cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
                     # Skipped tokens become zero rows: P is 0 there, and 0 * NaN must not reach O.
@@ -446,8 +467,10 @@ class SparseDecode:
                     for c in cutlass.range_constexpr(4):
                         bf16 = e4m3_to_bf16(codes[None, c], scales[c])
                         tile_base = row_base + 2 * c * tile_bytes
-                        store_smem_16b(tile_base + swizzle, cute.make_tensor(bf16.iterator, 4))
-                        store_smem_16b(tile_base + (swizzle ^ 16), cute.make_tensor(bf16.iterator + 4, 4))
+                        # MODEL1's eighth tile is rope: what was read as its codes is dropped.
+                        if (2 * c + 1) * SW128_COLUMNS < fmt.d_nope or odd_tile == 0:
+                            store_smem_16b(tile_base + swizzle, cute.make_tensor(bf16.iterator, 4))
+                            store_smem_16b(tile_base + (swizzle ^ 16), cute.make_tensor(bf16.iterator + 4, 4))
                     rope_swizzle = (rope_piece ^ (rope_row + 4 * (g & 1))) * 16
                     rope_tile = stage_base + (self.num_tiles - 1) * tile_bytes
                     store_smem_16b(rope_tile + (16 * w + 4 * g + rope_row) * 128 + rope_swizzle, rope)
@@ -465,7 +488,7 @@ class SparseDecode:
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(k_full + stage)
-                src, mask = next_src, next_mask
+                src, mask, scales_low, scales_high = next_src, next_mask, next_low, next_high
                 n += 1
 
     @cute.jit
@@ -481,23 +504,63 @@ class SparseDecode:
 
     @cute.jit
     def load_index(self, params: Params, part: Part, s_idx: Int32, req: Int32, block: Int32, w: Int32, lane: Int32):
-        """Lane l < 16 gets the index of token 16w + l of the block; -1 past the request's tokens or the partition."""
-        index = Int32(-1)
-        if (req <= part.end_req) & (lane < 16):
+        """Lane l < 16 gets the index of token 16w + l of the block, -1 past the request's tokens or the partition; and
+        whether the block is one of the extra cache."""
+        index, is_extra = Int32(-1), Boolean(False)
+        if req <= part.end_req:
+            work = self.work_range(params, part, req)
             token = block * self.tile_n + 16 * w + lane
-            if token < self.work_range(params, part, req).length:
-                index = params.indices[Int64(req), s_idx, token]
-        return index
+            if const_expr(params.extra_indices is not None):
+                is_extra = block >= work.num_main_blocks
+                if is_extra:
+                    token -= work.num_main_blocks * self.tile_n
+                    if (lane < 16) & (token < work.extra_length):
+                        index = params.extra_indices[Int64(req), s_idx, token]
+                elif (lane < 16) & (token < work.length):
+                    index = params.indices[Int64(req), s_idx, token]
+            else:
+                if (lane < 16) & (token < work.length):
+                    index = params.indices[Int64(req), s_idx, token]
+        return index, is_extra
 
     @cute.jit
-    def resolve(self, params: Params, index: Int32):
-        """The record's global address in each lane, and the warp's mask of tokens to attend (bit l: lane l)."""
-        page_block_size = Uint32(params.kv_cache.shape[1])
+    def resolve(self, params: Params, index: Int32, is_extra: Boolean):
+        """For each lane's token the record's global address; the warp's mask of tokens to attend (bit l: lane l), an index
+        below 0 or past the cache is none; the token's scales when they lie outside of the record (MODEL1: 8 x e8m0)."""
+        page_block_size, num_blocks = Uint32(params.kv_cache.shape[1]), Uint32(params.kv_cache.shape[0])
+        base, page_stride = params.kv_cache.iterator.toint(), Int64(params.kv_cache.stride[0])
+        if const_expr(params.extra_indices is not None):
+            extra = params.extra_kv_cache
+            if is_extra:
+                page_block_size, num_blocks = Uint32(extra.shape[1]), Uint32(extra.shape[0])
+                base, page_stride = extra.iterator.toint(), Int64(extra.stride[0])
         page = Uint32(index) // page_block_size
         offset = Uint32(index) - page * page_block_size
-        src = params.kv_cache.iterator.toint() + Int64(page) * Int64(params.kv_cache.stride[0])
-        mask = Uint32(cute.arch.vote_ballot_sync(index >= 0))
-        return src + Int64(offset) * V32.bytes_per_token, mask
+        is_valid = (index >= 0) & (page < num_blocks)
+        start = base + Int64(page) * page_stride
+        low, high = Uint32(0), Uint32(0)
+        if const_expr(self.fmt.scale_bytes == 1):
+            if is_valid:  # a plane of 8 bytes a token behind the page's rows
+                address = start + Int64(page_block_size) * self.fmt.row_bytes + Int64(offset) * 8
+                packed = cute.make_rmem_tensor(2, Uint32)
+                scales = cute.make_ptr(Uint32, address, cute.AddressSpace.gmem, assumed_align=8)
+                cute.autovec_copy(cute.make_tensor(scales, cute.make_layout(2)), packed)
+                low, high = packed[0], packed[1]
+        mask = Uint32(cute.arch.vote_ballot_sync(is_valid))
+        return start + Int64(offset) * self.fmt.row_bytes, mask, low, high
+
+    @cute.jit
+    def load_scales(self, record: Int32, low: Uint32, high: Uint32, token: Int32, odd_tile: Int32) -> cute.Tensor:
+        """fp32 [4]: the scales of column tiles odd_tile, 2 + odd_tile, ... of the warp's token `token`."""
+        if const_expr(self.fmt.scale_bytes == 4):  # one for two tiles, in the record
+            scales = load_smem_16b(record + self.fmt.scale_offset, Float32)
+        else:  # one byte a tile, in the registers of the token's lane
+            scales = cute.make_rmem_tensor(4, Float32)
+            for half in cutlass.range_constexpr(2):
+                word = cute.arch.shuffle_sync((low, high)[half], token) >> (8 * odd_tile)
+                scales[2 * half] = e8m0_to_fp32(word & 255)
+                scales[2 * half + 1] = e8m0_to_fp32((word >> 16) & 255)
+        return scales
 
     @cute.jit
     def fill(
@@ -506,11 +569,11 @@ class SparseDecode:
     ):  # fmt: skip
         """Starts the copies of one group of four tokens into a ring slot; skipped tokens copy nothing."""
         if lane == 0:
-            num_bytes = Int32(cute.arch.popc((mask >> (4 * group)) & 15)) * V32.bytes_per_token
+            num_bytes = Int32(cute.arch.popc((mask >> (4 * group)) & 15)) * self.fmt.row_bytes
             cute.arch.mbarrier_arrive_and_expect_tx(full_warp + slot, num_bytes)
         if (lane // 4 == group) & ((mask >> lane) & 1 == 1):
-            dst = raw_warp + (slot * 4 + lane % 4) * self.config.raw_pitch
-            bulk_copy_to_smem(dst, src, V32.bytes_per_token, Int32((full_warp + slot).toint()))
+            dst = raw_warp + (slot * 4 + lane % 4) * self.raw_pitch
+            bulk_copy_to_smem(dst, src, self.fmt.row_bytes, Int32((full_warp + slot).toint()))
 
     @cute.jit
     def math0(
@@ -526,7 +589,7 @@ class SparseDecode:
         """
         thr_qk, thr_pv = mma_qk.get_slice(t), mma_pv.get_slice(t)
         rQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, 1, 4 * q_smem_tiles): descriptors
-        rK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, 1, 36, stages)
+        rK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, 1, 36, stages); MODEL1 uses 32
         rV = mma_pv.make_fragment_B(thr_pv.partition_B(self.columns_of(sV, 0, mode=0)))  # (MMA, 1, 4, stages)
         accS = cute.make_rmem_tensor(thr_qk.partition_shape_C((TILE_M, self.tile_n)), Float32)  # ((2,2,8),1,1)
         accO = cute.make_rmem_tensor(thr_pv.partition_shape_C((TILE_M, self.columns[0])), Float32)  # ((2,2,16),1,1)
@@ -819,8 +882,8 @@ SparseDecode.kernel.set_name_prefix("mla_sparse_decode_sm90", remove_cutlass_sym
 def compile(problem: Problem, config: Config, arch: str):
     """Compiles split kernel and combine into one launchable function; fake tensors in, nothing is launched.
 
-    Returns a function of (q, kv_cache, indices, topk_length, attn_sink, softmax_scale, metadata, num_splits, scratch, out,
-    lse): shapes as in `Params`, scratch fp32 [2 * num_parts * s_q * h_q * 513] or empty for one part, out [b, s_q, h_q, 512]
+    Returns a function of (q, kv_cache, indices, topk_length, extra_kv_cache, extra_indices, extra_topk_length, attn_sink,
+    softmax_scale, metadata, num_splits, scratch, out, lse): shapes as in `Params`, scratch fp32 [2 * num_parts * s_q * h_q * 513] or empty for one part, out [b, s_q, h_q, 512]
     bf16.
     """
     config.check(problem)
@@ -831,18 +894,22 @@ def compile(problem: Problem, config: Config, arch: str):
         strides = tuple(sym64(divisibility=divisibility) for _ in shape[:-1]) + (1,)
         return jit.fake_tensor(dtype, shape, stride=strides, align=align)
 
+    fmt = FORMATS[problem.kv_format]
     return jit.build(
         SparseDecode(problem, config),
-        rows(BFloat16, (b, s_q, problem.h_q, V32.d_qk), 8, 16),
-        rows(Uint8, (sym(), sym(), 1, V32.bytes_per_token), 1, 16),
+        rows(BFloat16, (b, s_q, problem.h_q, fmt.d_qk), 8, 16),
+        rows(Uint8, (sym(), sym(), 1, fmt.bytes_per_token), 1, 16),
         rows(Int32, (b, s_q, topk), 1, 4),
         jit.fake_tensor(Int32, (b,)) if problem.has_topk_length else None,
+        rows(Uint8, (sym(), sym(), 1, fmt.bytes_per_token), 1, 16) if problem.has_extra else None,
+        rows(Int32, (b, s_q, sym()), 1, 4) if problem.has_extra else None,
+        jit.fake_tensor(Int32, (b,)) if problem.has_extra_topk_length else None,
         jit.fake_tensor(Float32, (problem.h_q,)) if problem.has_attn_sink else None,
         Float32(0),
         jit.fake_tensor(Int32, (parts, 8), align=16),
         jit.fake_tensor(Int32, (sym(),)),
         jit.fake_tensor(Float32, (sym(),), align=16),
-        rows(BFloat16, (b, s_q, problem.h_q, V32.d_v), 8, 16),
+        rows(BFloat16, (b, s_q, problem.h_q, fmt.d_v), 8, 16),
         rows(Float32, (b, s_q, problem.h_q), 1, 4),
         jit.fake_stream(),
         arch=arch,
