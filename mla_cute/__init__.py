@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import flash_mla, reference
+    from .cache_writer import write_kv_cache
     from .interface import select_impl, sparse_decode
     from .jit import warmup
     from .kv_cache import MODEL1, V32, KVFormat, dequantize_kv_cache, quantize_kv_cache, to_cache_indices
@@ -30,6 +31,7 @@ __all__ = [
     "sparse_decode",
     "to_cache_indices",
     "warmup",
+    "write_kv_cache",
 ]
 __version__ = "0.1.0"
 
@@ -45,6 +47,7 @@ _HOME = {  # public name: the module it lives in
     "KVFormat": "kv_cache",
     "MODEL1": "kv_cache",
     "V32": "kv_cache",
+    "write_kv_cache": "cache_writer",
 }
 _SUBMODULES = ("flash_mla", "reference")  # usable as `impl=mla_cute.reference` without an import of their own
 

@@ -136,7 +136,7 @@ def quantize_kv_cache(
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, stride, device or scale.
     """
-    _check_format(kv_format)
+    check_format(kv_format)
     _check_tensor("kv", kv, (torch.bfloat16, torch.float16, torch.float32))
     if kv.ndim != 4 or kv.shape[2] != 1 or kv.shape[3] != kv_format.d_qk or kv.shape[1] < 1:
         raise ValueError(f"kv: must be [num_blocks, page_block_size >= 1, 1, {kv_format.d_qk}], got {list(kv.shape)}")
@@ -174,7 +174,7 @@ def quantize_kv_cache(
 
     check_writable("out", out)
 
-    codes_out, scales_out, rope_out = _planes(out, kv_format)  # each uint8 [num_blocks, page, bytes]
+    codes_out, scales_out, rope_out = planes(out, kv_format)  # each uint8 [num_blocks, page, bytes]
     step = max(1, CHUNK_VALUES // (page * kv_format.d_qk))
     for i in range(0, num_blocks, step):
         chunk = slice(i, i + step)
@@ -202,7 +202,7 @@ def dequantize_kv_cache(cache: torch.Tensor, *, kv_format: KVFormat = V32) -> to
     """
     _check_cache("cache", cache, kv_format)
     num_blocks, page = cache.shape[:2]
-    planes = _planes(cache, kv_format)
+    planes = planes(cache, kv_format)
     kv = torch.empty(num_blocks, page, 1, kv_format.d_qk, dtype=torch.bfloat16, device=cache.device)
     step = max(1, CHUNK_VALUES // (page * kv_format.d_qk))
     for i in range(0, num_blocks, step):
@@ -222,7 +222,7 @@ def gather_tokens(cache: torch.Tensor, tokens: torch.Tensor, *, kv_format: KVFor
     _check_cache("cache", cache, kv_format)
     _check_tensor("tokens", tokens, (torch.int32, torch.int64), device=cache.device)
     page_idx, offset = tokens.long() // cache.shape[1], tokens.long() % cache.shape[1]
-    return _decode(*(plane[page_idx, offset] for plane in _planes(cache, kv_format)), kv_format)
+    return _decode(*(plane[page_idx, offset] for plane in planes(cache, kv_format)), kv_format)
 
 
 def to_cache_indices(token_positions: torch.Tensor, block_table: torch.Tensor, page_block_size: int) -> torch.Tensor:
@@ -273,10 +273,11 @@ def to_cache_indices(token_positions: torch.Tensor, block_table: torch.Tensor, p
 def _tile_scales(x: torch.Tensor, rule: str) -> torch.Tensor:
     """The scale of each tile, fp32 [...], from x fp32 [..., quant_tile]."""
     amax = x.abs().amax(-1)  # NaN if any value is
+    v = amax / torch.full_like(amax, E4M3_MAX)  # by a tensor: torch multiplies CUDA tensors by a number's rounded inverse
     if rule == "amax":
-        s = (amax / E4M3_MAX).clamp(min=FP32_TINY)
+        s = v.clamp(min=FP32_TINY)
     else:
-        v = (amax / E4M3_MAX).clamp(min=POW2_FLOOR)
+        v = v.clamp(min=POW2_FLOOR)
         mantissa, exponent = torch.frexp(v)  # v = mantissa * 2^exponent, 0.5 <= mantissa < 1
         exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)  # ceil(log2(v))
         # The power of two is put together from its bits: exp2 and pow need not be exact on every device.
@@ -303,7 +304,7 @@ def _scale_values(raw: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
     return values.masked_fill(codes == E8M0_NAN, torch.nan)
 
 
-def _planes(cache: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def planes(cache: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a checked cache without the gaps: codes, scales and RoPE, each uint8 [num_blocks, page, bytes]."""
     num_blocks, page = cache.shape[:2]
     raw, start = cache.view(torch.uint8), cache.storage_offset()
@@ -347,13 +348,13 @@ def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device:
         raise ValueError(f"{name}: must be on {device}, got {x.device}")
 
 
-def _check_format(kv_format: object) -> None:
+def check_format(kv_format: object) -> None:
     if not isinstance(kv_format, KVFormat):
         raise TypeError(f"kv_format: must be a KVFormat, such as mla_cute.V32, got {kv_format!r}")
 
 
 def _check_cache(name: str, cache: object, fmt: KVFormat) -> None:
-    _check_format(fmt)
+    check_format(fmt)
     _check_tensor(name, cache, CACHE_DTYPES)
     if cache.ndim != 4 or cache.shape[1] < 1 or cache.shape[2] != 1:
         raise ValueError(

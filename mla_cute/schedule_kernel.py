@@ -15,7 +15,7 @@ of cost, takes whole requests while they fit, and gives the rest, less the overh
 cost axis that is the three lines above, and a search replaces the walk over requests. So the time grows with P, hardly
 with b.
 
-All arithmetic is 32-bit: the host makes sure that twice the total cost fits (`schedule._plan_on_gpu`).
+All arithmetic is 32-bit: the host makes sure that twice the total cost fits (`schedule._plan_by_kernel`).
 """
 
 from dataclasses import dataclass

@@ -26,7 +26,11 @@ CASES = [
     (Case(b=2, h_q=40, s_q=2, s_kv=150, topk=133, page_block_size=16, odd_rows=True, scales="random"), 4),
     (Case(b=2, h_q=64, s_kv=100, topk=70, zero_length=True, sink=True), 3),
     (Case(b=1, h_q=5, s_kv=70, topk=65, all_invalid=True, sink=True), 2),
-]
+    (Case(b=2, h_q=64, s_kv=90, topk=70, kv_format="model1", page_block_size=61, sink=True, outside=True), 3),
+    (Case(b=2, h_q=20, s_kv=150, topk=100, kv_format="model1", page_block_size=7, topk_length=True, odd_rows=True,
+          extra_topk=70, extra_page_block_size=5, extra_topk_length=True), 3),
+    (Case(b=2, h_q=64, s_kv=90, topk=33, topk_length=True, extra_topk=129, extra_page_block_size=3, holes=True), 4),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case, num_sms", CASES, ids=str)
@@ -55,9 +59,7 @@ def test_the_cases_split_and_do_not_split():
     for case, num_sms in CASES:
         x = make_inputs(case)
         with emulator.session(num_sms=num_sms):
-            plan = mla_cute.plan_decode(
-                x.q, x.indices, topk_length=x.topk_length, config=CONFIG, backend="emulator"
-            )
+            plan = mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs(), config=CONFIG, backend="emulator")
         splits += plan.num_splits.diff().tolist()
     assert 1 in splits and max(splits) > 2
 

@@ -53,8 +53,8 @@ def test_config_refuses(sm90, change, words):
 
 
 def test_config_refuses_another_format(sm90):
-    problem = dataclasses.replace(Problem(h_q=128), kv_format="model1")
-    with pytest.raises(NotImplementedError, match="v32 cache, got sparse_decode on model1"):
+    problem = dataclasses.replace(Problem(h_q=128), kv_format="model2")
+    with pytest.raises(NotImplementedError, match="cache of v32 or model1, got sparse_decode on model2"):
         sm90.default_config(problem).check(problem)
 
 
@@ -69,13 +69,27 @@ def test_parts_fill_the_chip_once(sm90, h_q, s_q, parts):
 # ---- compile tier ----
 
 
+MODEL1 = {"kv_format": "model1", "d_qk": 512}
+EXTRA = {"has_topk_length": True, "has_attn_sink": True, "has_extra": True, "has_extra_topk_length": True}
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    ("h_q", "has_topk_length", "has_attn_sink"),
-    [(128, False, False), (128, True, True), (64, False, True), (96, True, False), (1, True, True)],
+    "fields",
+    [
+        {"h_q": 128},
+        {"h_q": 128, "has_topk_length": True, "has_attn_sink": True},
+        {"h_q": 64, "has_attn_sink": True},
+        {"h_q": 1, "has_topk_length": True, "has_attn_sink": True},
+        {"h_q": 128, **EXTRA},
+        {"h_q": 96, "has_extra": True},
+        {"h_q": 128, **MODEL1},
+        {"h_q": 64, **MODEL1, **EXTRA},
+    ],
+    ids=lambda fields: "-".join(f"{k}{v}" for k, v in fields.items()),
 )
-def test_sm90_compiles_without_spills(sm90, h_q, has_topk_length, has_attn_sink):
-    problem = Problem(h_q=h_q, has_topk_length=has_topk_length, has_attn_sink=has_attn_sink)
+def test_sm90_compiles_without_spills(sm90, fields):
+    problem = Problem(**fields)
     config = sm90.default_config(problem)
     seen = jit.inspect(sm90, problem, config, "sm_90a")
     main = [usage for name, usage in seen.resources.items() if name.startswith("mla_sparse_decode_sm90")]
@@ -88,8 +102,8 @@ def test_sm90_compiles_without_spills(sm90, h_q, has_topk_length, has_attn_sink)
     (ptx,) = seen.ptx
     for count in config.registers:
         assert f"sync.aligned.u32 {count};" in " ".join(ptx.replace("\t", " ").split()), count
-    # QK: 36 steps of 16 dims. PV: 4 steps of 16 keys, one WGMMA for math0's columns and two for math1's.
-    assert ptx.count("wgmma.mma_async.sync.aligned.m64n64k16") == 36
+    # QK: steps of 16 dims. PV: 4 steps of 16 keys, one WGMMA for math0's columns and two for math1's.
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n64k16") == problem.d_qk // 16
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n128k16") == 4
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n192k16") == 8
     assert "ld.local" not in ptx and "st.local" not in ptx
@@ -156,17 +170,61 @@ BEYOND = [  # what FlashMLA refuses or does not test
     Case(b=1, h_q=128, s_kv=40000, topk=20000, page_block_size=64, sink=True),
     Case(b=2, h_q=64, s_q=70, s_kv=300, topk=128, sink=True),
     Case(b=4096, h_q=16, s_kv=64, topk=64, topk_length=True),
+    Case(b=9, h_q=128, s_q=2, s_kv=900, topk=321, outside=True, holes=True, sink=True),
 ]
+# MODEL1, and extra keys in both formats: FlashMLA's feature product, thinned; then what it does not test.
+FEATURES = [
+    dict(kv_format=kv_format, topk_length=length, **extra)
+    for kv_format in ("v32", "model1")
+    for extra in ({}, {"extra_topk": 64}, {"extra_topk": 576, "extra_topk_length": True})
+    for length in (False, True)
+    if kv_format == "model1" or extra
+]
+FORMATS = [
+    Case(b=b, h_q=h_q, s_q=s_q, s_kv=s_kv, topk=topk, page_block_size=page, varlen=True, sink=True, **features)
+    for i, features in enumerate(FEATURES)
+    for (s_kv, topk, page), b, s_q, h_q in [
+        (SHAPES[i % 8], 4, 1, 128),
+        (SHAPES[(i + 3) % 8], 74, 3, 64),
+        (SHAPES[(i + 5) % 8], 321, 1, 64),
+    ]
+] + [
+    Case(b=b, h_q=h_q, s_q=3, s_kv=650, topk=576, page_block_size=53, varlen=True, sink=True, all_invalid=all_invalid,
+         zero_length=not all_invalid, **features)
+    for features in FEATURES[::3]
+    for b, h_q, all_invalid in ((4, 128, True), (74, 64, False))
+] + [
+    *(Case(b=5, h_q=h_q, s_q=2, s_kv=700, topk=133, kv_format="model1", extra_topk=65, sink=True) for h_q in (1, 16, 96)),
+    *(Case(b=5, h_q=64, s_kv=300, topk=topk, kv_format=f, extra_topk=extra, extra_page_block_size=page, holes=True)
+      for f, topk, extra, page in (("model1", 1, 1, 1), ("v32", 65, 63, 7), ("model1", 127, 2049, 2))),
+    Case(b=6, h_q=128, s_q=2, s_kv=800, topk=321, odd_rows=True, topk_length=True, kv_format="model1", extra_topk=77,
+         extra_topk_length=True),
+    Case(b=9, h_q=64, s_kv=500, topk=200, kv_format="model1", extra_topk=200, outside=True, duplicates=True, sink=True,
+         scales="random"),
+    Case(b=128, h_q=128, s_q=2, s_kv=4000, topk=128, page_block_size=256, kv_format="model1", extra_topk=1024,
+         extra_page_block_size=64, sink=True),
+]  # fmt: skip
 
 
-CASES = GRID + CORNERS + BEYOND
+CASES = GRID + CORNERS + BEYOND + FORMATS
 
 
 @pytest.fixture(scope="module")
 def compiled(impl):
     """Every kernel of CASES, compiled ahead in parallel processes: one after the other they take minutes."""
     module = mla_cute.select_impl("cuda", impl)
-    problems = {Problem(h_q=c.h_q, has_topk_length=c.topk_length, has_attn_sink=c.sink) for c in CASES}
+    problems = {
+        Problem(
+            h_q=c.h_q,
+            d_qk=c.d_qk,
+            kv_format=c.kv_format,
+            has_topk_length=c.topk_length,
+            has_attn_sink=c.sink,
+            has_extra=bool(c.extra_topk),
+            has_extra_topk_length=c.extra_topk_length,
+        )
+        for c in CASES
+    }
     arch = jit.arch_of(torch.device("cuda", 0))
     jit.compile_ahead([jit.Job(module, p, module.default_config(p), arch) for p in problems], progress=False)
 

@@ -74,6 +74,8 @@ def arguments() -> argparse.ArgumentParser:
     shape.add_argument("--topk", type=int, default=128, help="listed keys a query token (128)")
     shape.add_argument("--s_kv", type=int, help="cached tokens a request (1.5 topk); below topk: -1 behind them")
     shape.add_argument("--page", type=int, default=64, help="tokens of a page (64)")
+    shape.add_argument("--format", default="v32", help="of the cache: v32 (default) or model1")
+    shape.add_argument("--extra_topk", type=int, default=0, help="listed keys of an extra cache (0: none)")
     shape.add_argument("--sink", action="store_true", help="with an attn_sink")
     shape.add_argument("--lengths", action="store_true", help="with topk_length, random")
     shape.add_argument("--holes", action="store_true", help="with -1 inside the lists")
@@ -121,9 +123,20 @@ def prepare(args) -> Job:
         topk_length=args.lengths,
         holes=args.holes,
         seed=args.seed,
+        kv_format=args.format,
+        extra_topk=args.extra_topk,
+        extra_topk_length=bool(args.lengths and args.extra_topk),
     )
     module = _module(args)
-    problem = Problem(h_q=case.h_q, has_topk_length=case.topk_length, has_attn_sink=case.sink)
+    problem = Problem(
+        h_q=case.h_q,
+        d_qk=case.d_qk,
+        kv_format=case.kv_format,
+        has_topk_length=case.topk_length,
+        has_attn_sink=case.sink,
+        has_extra=bool(case.extra_topk),
+        has_extra_topk_length=case.extra_topk_length,
+    )
     if not 1 <= case.h_q <= 128:
         raise ValueError(f"--h_q: must be 1 to 128, got {case.h_q}")
     config = _configured(module.default_config(problem), args.set)
@@ -147,7 +160,14 @@ def prepare(args) -> Job:
         for name in emulated.kernels:
             emulated.program(name)  # an instruction that is not known is told before anything runs
     seconds = time.perf_counter() - started
-    keys = reference.sparse_num_keys(case.b, case.topk, inputs.topk_length)
+    keys = reference.sparse_num_keys(
+        case.b,
+        case.topk,
+        inputs.topk_length,
+        extra_topk=case.extra_topk,
+        extra_topk_length=inputs.extra_topk_length,
+        tile_n=config.tile_n,
+    )
     overhead = config.fixed_overhead_blocks
     plan = reference.plan(keys, num_parts, tile_n=config.tile_n, fixed_overhead_blocks=overhead)
     out, lse = reference.sparse_decode(inputs.q, inputs.kv_cache, inputs.indices, **inputs.kwargs())
@@ -181,11 +201,13 @@ def _configured(config, changes: list[str]):
 
 
 def _plan_problem(case: Case, num_parts: int) -> schedule_kernel.PlanProblem:
-    return schedule_kernel.PlanProblem(case.topk_length, schedule_kernel.needs_workspace(case.b, num_parts))
+    use_workspace = schedule_kernel.needs_workspace(case.b, num_parts)
+    return schedule_kernel.PlanProblem(case.topk_length, use_workspace, case.extra_topk_length)
 
 
 def _blocks(case: Case, problem: Problem, config) -> int:
-    return case.b * case.s_q * -(-case.topk // config.tile_n) * problem.head_tiles
+    blocks = -(-case.topk // config.tile_n) + -(-case.extra_topk // config.tile_n)
+    return case.b * case.s_q * blocks * problem.head_tiles
 
 
 def estimate(case: Case, problem: Problem, config, num_parts: int) -> float:
@@ -207,7 +229,7 @@ def _duration(seconds: float) -> str:
 def emulate(job: Job, watch: report.Watch) -> tuple[torch.Tensor | None, torch.Tensor | None, DecodePlan | None]:
     """out, lse and the plan (None if the planner was stopped), in the session in force."""
     x, how = job.inputs, {"config": job.config, "impl": job.module, "backend": "emulator"}
-    plan = plan_decode(x.q, x.indices, topk_length=x.topk_length, **how)
+    plan = plan_decode(x.q, x.indices, **x.plan_kwargs(), **how)
     if any(grid.waiting or grid.active for grid in watch.grids):
         return None, None, None
     return *sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=plan, **how), plan

@@ -430,7 +430,7 @@ class Warp:
             self.cta.warp_done(self)
 
     def check_left(self) -> None:
-        """No wgmma may be under way when a warp ends. Bulk stores may: the memory is not given away before they have read it."""
+        """No wgmma may be under way when a warp ends. Bulk stores may: memory is not given away before they have read it."""
         if self.wgmma is not None and self.wgmma.all():
             self.machine.add(Finding("in_flight", "ends while wgmmas are in flight; wgmma.wait_group is missing", self.place()))
 

@@ -1,8 +1,12 @@
-"""Sparse MLA decode on an FP8 KV cache (V3.2 records) for Hopper.
+"""Sparse MLA decode on an FP8 KV cache, V3.2 or MODEL1, for Hopper. Figures are V3.2's.
 
 Bound: a token costs 34 tensor-core cycles per 64 heads (2 * 64 * (576 + 512) FLOP at 4096 a cycle), and some 77 cycles
 of the shared-memory port: 656 B read and 1152 B written at the 18 and 27 B/cycle that the port leaves to one warpgroup
 while QK streams Q and K through it. So dequantisation sets the pace, by its traffic rather than by its arithmetic.
+
+Formats differ in three places: K and Q have 9 or 8 column tiles; MODEL1's V includes rope, so its K stage has a ninth tile
+that only takes P; and its scales, a plane of bytes behind a page's rows, come by a load beside the index. Keys of an extra
+cache are blocks behind the main ones: only `dequant` knows.
 
 A CTA owns one partition of the plan (a run of key blocks, perhaps of several requests) for one query token and one tile
 of 64 heads.
@@ -539,7 +543,7 @@ class SparseDecode:
         is_valid = (index >= 0) & (page < num_blocks)
         start = base + Int64(page) * page_stride
         low, high = Uint32(0), Uint32(0)
-        if const_expr(self.fmt.scale_bytes == 1):
+        if const_expr(self.fmt.scale_bytes == 1):  # noqa: SIM102  one is decided at compile time
             if is_valid:  # a plane of 8 bytes a token behind the page's rows
                 address = start + Int64(page_block_size) * self.fmt.row_bytes + Int64(offset) * 8
                 packed = cute.make_rmem_tensor(2, Uint32)
@@ -883,8 +887,8 @@ def compile(problem: Problem, config: Config, arch: str):
     """Compiles split kernel and combine into one launchable function; fake tensors in, nothing is launched.
 
     Returns a function of (q, kv_cache, indices, topk_length, extra_kv_cache, extra_indices, extra_topk_length, attn_sink,
-    softmax_scale, metadata, num_splits, scratch, out, lse): shapes as in `Params`, scratch fp32 [2 * num_parts * s_q * h_q * 513] or empty for one part, out [b, s_q, h_q, 512]
-    bf16.
+    softmax_scale, metadata, num_splits, scratch, out, lse): shapes as in `Params`, scratch fp32
+    [2 * num_parts * s_q * h_q * 513] or empty for one part, out [b, s_q, h_q, 512] bf16.
     """
     config.check(problem)
     sym, sym64 = cute.sym_int, cute.sym_int64
