@@ -202,11 +202,11 @@ def dequantize_kv_cache(cache: torch.Tensor, *, kv_format: KVFormat = V32) -> to
     """
     _check_cache("cache", cache, kv_format)
     num_blocks, page = cache.shape[:2]
-    planes = planes(cache, kv_format)
+    raw = planes(cache, kv_format)
     kv = torch.empty(num_blocks, page, 1, kv_format.d_qk, dtype=torch.bfloat16, device=cache.device)
     step = max(1, CHUNK_VALUES // (page * kv_format.d_qk))
     for i in range(0, num_blocks, step):
-        kv[i : i + step, :, 0] = _decode(*(plane[i : i + step] for plane in planes), kv_format)
+        kv[i : i + step, :, 0] = _decode(*(plane[i : i + step] for plane in raw), kv_format)
     return kv
 
 
