@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from .kv_cache import CACHE_DTYPES, FORMATS, KVFormat, check_format, planes, quantize_kv_cache
-from .target import DEFAULT_BACKEND, target
+from .target import target
 from .validate import ALIGN, INT32_MAX, check_dense, check_writable
 
 MAX_TOKENS = 2**30  # of a call: the kernel counts them in 32 bits
@@ -52,8 +52,6 @@ def write_kv_cache(
     passed = _check(kv_cache, latent, rope, slots, kv_format, scales)
     if passed.is_empty:
         return
-    if backend is None:
-        backend = DEFAULT_BACKEND
     where = target(kv_cache.device, backend)
     if where.arch == "cpu":
         _write_by_torch(kv_cache, latent, rope, slots, FORMATS[passed.kv_format], scales)

@@ -195,7 +195,8 @@ def _prepare(problem, plan, config, impl, backend, q, indices, extra_indices) ->
         if not isinstance(plan, DecodePlan):
             raise TypeError(f"plan: must be a mla_cute.DecodePlan, got {type(plan).__name__}")
         if not isinstance(plan.config, module.Config):
-            raise ValueError(f"plan: must be made with a {module.__name__}.Config, got {plan.config!r}")
+            made = ' and backend="emulator"' if backend else ""
+            raise ValueError(f"plan: must be made with a {module.__name__}.Config{made}, got {plan.config!r}")
         plan.check(
             b=b,
             s_q=s_q,
@@ -281,7 +282,7 @@ def _shipped_impl(device: torch.device, arch: str) -> ModuleType:
     except NotImplementedError:
         kernels = sorted(path.parent.name for path in Path(__file__).parent.glob("sm*/sparse_decode.py"))
         raise NotImplementedError(
-            f"q: sparse_decode needs a GPU with a kernel ({', '.join(kernels)}), got {arch} ({device}); "
+            f"q: sparse_decode needs a GPU, or an emulated one, with a kernel ({', '.join(kernels)}), got {arch} ({device}); "
             "impl=mla_cute.reference runs everywhere, slowly"
         ) from None
 

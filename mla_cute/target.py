@@ -37,7 +37,8 @@ class Target(NamedTuple):
 
 
 def target(device: torch.device, backend: str | None = None) -> Target:
-    """Raises ValueError naming `backend` when it is unknown, or not for tensors of this device."""
+    """backend None: the environment's. Raises ValueError naming `backend` when it is unknown or not for this device."""
+    backend = DEFAULT_BACKEND if backend is None else backend
     if backend is None:
         return device_target(device)
     if backend != "emulator":
@@ -52,6 +53,7 @@ def target(device: torch.device, backend: str | None = None) -> Target:
 
 def arch_of(device: torch.device, backend: str | None = None) -> str:
     """The architecture alone: also of a device that has no kernel."""
+    backend = DEFAULT_BACKEND if backend is None else backend
     return jit.arch_of(device) if backend is None else target(device, backend).arch
 
 

@@ -380,7 +380,7 @@ class TestImpl:
             with pytest.raises(NotImplementedError) as caught:
                 mla_cute.select_impl("cuda:1")
             message = str(caught.value)
-            assert message.startswith("q: sparse_decode needs a GPU with a kernel (sm90")
+            assert message.startswith("q: sparse_decode needs a GPU, or an emulated one, with a kernel (sm90")
             assert "got sm_80a (cuda:1)" in message
             assert "impl=mla_cute.reference" in message
         finally:
@@ -531,19 +531,22 @@ class TestBackend:
             "from mla_cute import emulator\n"
             "from mla_cute.testing import Case, make_inputs\n"
             "x = make_inputs(Case(b=1, h_q=3, topk=5, s_kv=9))\n"
-            "with emulator.session(num_sms=2) as s: mla_cute.sparse_decode(x.q, x.kv_cache, x.indices)\n"
+            "with emulator.session(num_sms=2) as s:\n"
+            "    plan = mla_cute.plan_decode(x.q, x.indices)\n"
+            "    mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, plan=plan)\n"
+            "print(mla_cute.select_impl('cpu').__name__)\n"
             "print(len(s.grids))"
         )
         env = {**os.environ, "MLA_CUTE_BACKEND": "emulator"}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == ["3"]
+        assert done.stdout.split() == ["mla_cute.sm90.sparse_decode", "3"]
 
     def test_bad(self):
         x = make_inputs(Case(b=1, h_q=3, topk=5, s_kv=9))
         refused(ValueError, "backend: must be None or", x.q, x.kv_cache, x.indices, backend="gpu")
         with pytest.raises(ValueError, match="^backend: the emulator takes CPU tensors, got tensors on cuda:0"):
             interface.target(torch.device("cuda", 0), "emulator")
-        with emulator.session(arch="sm_100a"), pytest.raises(NotImplementedError, match="no kernel|needs a GPU with"):
+        with emulator.session(arch="sm_100a"), pytest.raises(NotImplementedError, match="needs a GPU, or an emulated one, with a kernel"):
             mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, backend="emulator")
         large = torch.zeros(64, 2, 128, 576, dtype=torch.bfloat16), x.kv_cache, torch.zeros(64, 2, 2048, dtype=torch.int32)
         refused(ValueError, "too large to emulate: 8192 blocks of keys take about 20 minutes;", *large, backend="emulator")

@@ -32,9 +32,7 @@ from .machine import Options
 PROGRAM = "python -m mla_cute.emulator"
 OPS = ("sparse_decode",)
 ARCHES = ("sm_90a", "sm_100a")
-MAX_SECONDS = 600  # of all schedules, as estimated; more needs --force
 # Measured on one core of a server, with the kernels of sm90; a kernel without tensor cores takes longer.
-SECONDS_PER_BLOCK = 0.15  # one block of 64 keys by one tile of 64 heads
 SECONDS_PER_CTA = 0.065  # one of the plan's, by one tile of 64 heads, without work: itself and its 32 CTAs of the combine
 
 
@@ -86,7 +84,7 @@ def arguments() -> argparse.ArgumentParser:
     how.add_argument("--num-sms", type=int, default=32, help="SMs of the GPU that plan and kernel believe in (32)")
     how.add_argument("--schedules", type=int, default=4, metavar="N", help="run schedules 0 to N - 1 (4)")
     how.add_argument("--only", type=int, metavar="I", help="run schedule I alone")
-    how.add_argument("--force", action="store_true", help=f"also when it will take more than {MAX_SECONDS} s")
+    how.add_argument("--force", action="store_true", help=f"also when it will take more than {run.MAX_SECONDS:.0f} s")
     out = parser.add_argument_group("what to write")
     out.add_argument("--trace", type=Path, metavar="FILE", help="a timeline of the first schedule, for ui.perfetto.dev")
     out.add_argument("--json", type=Path, metavar="FILE", help="everything that is printed, and counts by warp")
@@ -108,8 +106,11 @@ def prepare(args) -> Job:
     if args.only is not None and args.only < 0:
         raise ValueError(f"--only: must not be negative, got {args.only}")
     for path in (args.trace, args.json):
-        if path and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: no such folder")
+        if path:
+            try:
+                path.open("a").close()
+            except OSError as e:
+                raise ValueError(f"{path}: cannot be written ({e.strerror})") from None
     host._compiler()  # says so now if there is none
 
     case = Case(
@@ -144,7 +145,7 @@ def prepare(args) -> Job:
     num_parts = config.num_parts(problem, case.s_q, args.num_sms)
     seconds, blocks = estimate(case, problem, config, num_parts), _blocks(case, problem, config)
     runs = 1 if args.only is not None else args.schedules
-    if seconds * runs > MAX_SECONDS and not args.force:
+    if seconds * runs > run.MAX_SECONDS and not args.force:
         raise ValueError(
             f"too large to emulate: {report.some(runs, 'schedule')} will take about {_duration(seconds * runs)} "
             f"({report.some(blocks, 'block')} of keys, {num_parts * case.s_q * problem.head_tiles} CTAs); "
@@ -213,7 +214,7 @@ def _blocks(case: Case, problem: Problem, config) -> int:
 def estimate(case: Case, problem: Problem, config, num_parts: int) -> float:
     """Seconds of one schedule."""
     ctas = num_parts * case.s_q * problem.head_tiles
-    return _blocks(case, problem, config) * SECONDS_PER_BLOCK + ctas * SECONDS_PER_CTA
+    return _blocks(case, problem, config) * run.SECONDS_PER_KEY_BLOCK + ctas * SECONDS_PER_CTA
 
 
 def _duration(seconds: float) -> str:
@@ -274,6 +275,14 @@ def compare(job: Job, outcome: report.Outcome, out: torch.Tensor, lse: torch.Ten
 
 
 def main(argv: list[str] | None = None) -> int:
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(argv: list[str] | None) -> int:
     try:
         args = arguments().parse_args(argv)
         job = prepare(args)
