@@ -317,7 +317,7 @@ CASES = {
     ),
     "a thread count that is no multiple of 32": Case("bar.sync 1, 32;", "32;", "40;", "barrier", "multiple of 32"),
     "a warp that does not come to the barrier": Case(
-        "setp.lt.u32 %p0, %t, 32; @%p0 bra A; nanosleep.u32 1; A: bar.sync 0;", "nanosleep.u32 1;", "exit;", "deadlock",
+        "setp.lt.u32 %p0, %t, 32; @%p0 bra A; nanosleep.u32 1; A: bar.sync 0, 64;", "nanosleep.u32 1;", "exit;", "deadlock",
         r"1 warps are left:\n *warp 0 of cta \(0, 0, 0\): waits for barrier 0: 32 of 64 threads are there", threads=64,
     ),
     "shfl from a lane that is elsewhere": Case(
@@ -602,6 +602,22 @@ def test_a_livelock_is_reported_in_seconds():
     )
     assert [f.kind for f in findings] == ["livelock"]
     assert "warp 1 of cta (0, 0, 0): runs" in findings[0].message
+    assert time.perf_counter() - started < 10
+
+
+@pytest.mark.parametrize(
+    "take",
+    ["atom.global.cas.b32 %r0, [%a0], 0, 1;", "atom.global.exch.b32 %r0, [%a0], 1;", "atom.shared.cas.b32 %r0, [%s], 0, 1;"],
+)
+def test_a_lock_that_nobody_gives_back_is_a_livelock(take):
+    started = time.perf_counter()
+    findings = run(
+        f"""setp.ne.u32 %p1, %t, 0; @%p1 bra END; st.shared.b32 [%s], 1;
+        L: {take} setp.ne.u32 %p0, %r0, 0; @%p0 bra L; END: nanosleep.u32 1;""",
+        (np.ones(1, np.uint32),),
+        smem=128,
+    )
+    assert [f.kind for f in findings] == ["livelock"]
     assert time.perf_counter() - started < 10
 
 

@@ -965,3 +965,94 @@ def test_ptx_of_another_target():
         Emulated(compiled, "sm_90a")
     with pytest.raises(UnsupportedInstruction, match=r"wgmma.* does not exist on sm_100a"):
         run("wgmma.fence.sync.aligned;", target="sm_100a")
+
+
+# ----- lanes with addresses of their own ------------------------------------------------------------------------------
+
+
+def test_the_lanes_of_an_access_may_address_two_tensors():
+    body = """and.b32 %r1, %t, 1; setp.eq.u32 %p0, %r1, 0; selp.b64 %d0, %a1, %a2, %p0; mad.wide.u32 %d0, %t, 4, %d0;
+    ld.global.b32 %r0, [%d0]; add.u32 %r2, %r0, 1; st.global.b32 [%d0], %r2;"""
+    first, second = LANE + 100, LANE + 200
+    even = LANE % 2 == 0
+    assert (lanes(body + STORE, first, second) == np.where(even, LANE + 100, LANE + 200)).all()
+    assert (first == LANE + 100 + even).all() and (second == LANE + 200 + ~even).all()
+    (finding,) = run(body, (np.zeros(32, np.uint32), first, second[:20]))
+    assert finding.kind == "out_of_bounds" and "which has 80 bytes" in finding.message
+
+
+def test_a_bulk_copy_does_not_run_from_one_tensor_into_the_next():
+    both = np.arange(64, dtype=np.uint32)
+    body = f"""{mbarriers(1)} setp.ne.u32 %p0, %t, 0; @!%p0 mbarrier.arrive.expect_tx.shared.b64 _, [%s], 128;
+    @!%p0 {BULK} [%s+128], [%a0+64], 128, [%s]; {wait(0, 0)}"""
+    assert not run(body, (both,), smem=512)
+    (finding,) = run(body, (both[:32], both[32:]), smem=512)
+    assert finding.kind == "out_of_bounds" and "argument 0 [32] + 64, which has 128 bytes" in finding.message
+    wide = "ld.global.v2.b32 {%r0, %r1}, [%a0+120];"
+    assert not run(wide, (both[:32], both[32:]))
+    (finding,) = run(wide.replace("v2.b32", "v4.b32").replace("%r1}", "%r1, %r2, %r3}").replace("120", "112"), (both[:30], both[30:]))
+    assert finding.kind == "out_of_bounds"
+
+
+def test_an_address_outside_is_told_of_the_nearest_tensor():
+    both = np.arange(1024, dtype=np.uint32)
+    (finding,) = run("ld.global.b32 %r0, [%a0+2048];", (both[:64], both[500:512]))
+    assert "argument 1 [12] + 48, which has 48 bytes" in finding.message
+
+
+def test_parameters_at_addresses_that_differ_between_lanes():
+    table = np.arange(100, 132, dtype=np.uint32).tobytes()
+    body = "mov.b64 %d0, p1; xor.b32 %r1, %t, 5; mad.wide.u32 %d0, %r1, 4, %d0; ld.param.b32 %r0, [%d0];" + STORE
+    assert (lanes(body, table) == 100 + (LANE ^ 5)).all()
+    (finding,) = run(body, (np.zeros(32, np.uint32), table[:64]))
+    assert finding.kind == "out_of_bounds" and "parameters" in finding.message
+
+
+def test_a_parameter_s_part_that_goes_nowhere():
+    body = "ld.param.v2.u32 {_, %r0}, [p1];" + STORE
+    assert (lanes(body, np.array([3, 4], np.uint32).tobytes()) == 4).all()
+
+
+def test_constants_of_two_arrays():
+    arrays = ".const .align 4 .b32 c0[32] = {1, 2, 3}; .const .align 4 .b32 c1[32] = {11, 12, 13};"
+    body = """mov.b64 %d0, c0; mov.b64 %d1, c1; and.b32 %r1, %t, 1; setp.eq.u32 %p0, %r1, 0; selp.b64 %d0, %d0, %d1, %p0;
+    ld.const.b32 %r0, [%d0+4];"""
+    assert (lanes(body + STORE, globals_=arrays) == np.where(LANE % 2 == 0, 2, 12)).all()
+
+
+def test_generic_addresses_of_a_module_s_variable():
+    body = "mov.b64 %d0, g; mad.wide.u32 %d0, %t, 4, %d0; st.b32 [%d0], %t; ld.b32 %r0, [%d0];" + STORE
+    assert (lanes(body, globals_=".global .align 4 .b32 g[32];") == LANE).all()
+
+
+@pytest.mark.parametrize("access", ["ld.b32 %r0, [%d0];", "st.b32 [%d0], %t;", "atom.add.u32 %r0, [%d0], 1;"])
+def test_generic_addresses_of_two_spaces_are_refused(access):
+    body = f"""cvta.shared.u64 %d1, 0; cvt.u64.u32 %d2, %s; add.u64 %d1, %d1, %d2; setp.lt.u32 %p0, %t, 16;
+    selp.b64 %d0, %a0, %d1, %p0; {access}"""
+    (finding,) = run(body, (np.zeros(32, np.uint32),), smem=128)
+    assert finding.kind == "unsupported" and "two state spaces, global and shared" in finding.message
+
+
+# ----- barriers and warps that have ended -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("barrier", ["bar.sync 0;", "barrier.sync 0;", "barrier.cta.sync.aligned 0;"])
+def test_a_barrier_of_the_whole_cta_does_not_wait_for_warps_that_have_ended(barrier):
+    """Whether they end before the others come to it or while these wait."""
+    for slow in "", "nanosleep.u32 1;" * 300:
+        body = f"setp.ge.u32 %p0, %t, 64; @!%p0 bra ON; {slow} exit; ON: {barrier} mov.u32 %r0, 7; {barrier} {STORE}"
+        out = lanes(body, threads=96, schedules=ALL)
+        assert (out == np.where(np.arange(96) < 64, 7, 0)).all()
+    body = "setp.ge.u32 %p0, %t, 64; @%p0 exit; setp.lt.u32 %p0, %t, 32; bar.red.popc.u32 %r0, 0, %p0;" + STORE
+    assert (lanes(body, threads=96, schedules=ALL)[:64] == 32).all()
+
+
+def test_a_barrier_with_a_count_waits_for_all_of_it():
+    findings = run("setp.ge.u32 %p0, %t, 32; @%p0 exit; bar.sync 0, 64;", threads=64)
+    assert [f.kind for f in findings] == ["deadlock"]
+
+
+def test_parts_of_a_warp_at_a_barrier_that_is_not_aligned():
+    body = "setp.lt.u32 %p0, %t, 16; @%p0 bra A; barrier.sync 0; bra B; A: barrier.sync 0; B: mov.u32 %r0, 1;"
+    findings = run(body, threads=64)
+    assert [f.kind for f in findings] == ["unsupported"] and "by a part of the warp (16 of 32)" in findings[0].message

@@ -39,6 +39,7 @@ NOBODY = 0  # agent of memory that was never written
 MBARRIERS = 128  # at most, in one CTA
 ALL_LANES = np.ones(LANES, bool)
 MAX_FINDINGS = 50
+NEAR = 1 << 24  # bytes from a tensor at which an address outside is still told as its
 MAX_EARLY = 32  # clusters of a dependent launch that end before the launch ahead of it starts
 
 
@@ -183,12 +184,12 @@ class GlobalMemory:
         self.keep: list = []
 
     def add(self, address: int, size: int, name: str, keep=None) -> None:
-        """[address, address + size) may be accessed; overlapping ranges become one."""
+        """[address, address + size) may be accessed; overlapping ranges become one, those that only touch do not."""
         if size <= 0:
             return
         end, names = address + size, [name]
         for start, stop, _, other in list(self.ranges):
-            if start <= end and address <= stop:
+            if start < end and address < stop:
                 address, end = min(start, address), max(stop, end)
                 names.append(other)
                 i = self.starts.index(start)
@@ -210,22 +211,36 @@ class GlobalMemory:
         raise Fault("out_of_bounds", f"global access to {self.describe(low, high)}")
 
     def describe(self, low: int, high: int) -> str:
-        near = [
-            f"{name} + {low - start}" if low >= start else f"{start - low} bytes before {name}"
-            for start, end, _, name in self.ranges
-            if start - 65536 <= low < end + 65536
-        ]
-        return f"{low:#x}..{high:#x}, in no tensor" + (f" ({near[0]})" if near else "")
+        text = f"{low:#x}..{high:#x}, in no tensor"
+        distance, i = min(((max(start - low, low - end, 0), i) for i, (start, end, _, _) in enumerate(self.ranges)), default=(NEAR, 0))
+        if distance >= NEAR:
+            return text
+        start, end, _, name = self.ranges[i]
+        at = f"{name} + {low - start}" if low >= start else f"{start - low} bytes before {name}"
+        return f"{text} ({at}, which has {end - start} bytes)"
 
     def index(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """(array of `size`-byte elements, index of each address into it); all addresses in one range, and aligned."""
+        """(array of `size`-byte elements, index of each address into it); all in ranges, and aligned.
+
+        addresses: [lanes], or [lanes, elements] with the elements of a lane one behind the other.
+        """
         low, high = int(addresses.min()), int(addresses.max()) + size
-        base, array = self.find(low, high)
+        try:
+            base, array = self.find(low, high)
+        except Fault:
+            base, array = self._several(addresses, size, low, high)
         offset = addresses - base
         if size > 1 and (offset & (size - 1)).any():
             bad = int(addresses[(offset & (size - 1)) != 0][0])
             raise Fault("misaligned", f"global access of {size} bytes at {bad:#x}")
         return array.view(f"u{size}"), offset // size
+
+    def _several(self, addresses: np.ndarray, size: int, low: int, high: int) -> tuple[int, np.ndarray]:
+        """As find, of lanes that may address different ranges: the array has all of them, and what lies between."""
+        for lane in np.unique(addresses.reshape(len(addresses), -1), axis=0):
+            self.find(int(lane[0]), int(lane[-1]) + size)
+        low &= ~15
+        return low, np.frombuffer((ctypes.c_uint8 * ((high - low + 15) & ~15)).from_address(low), np.uint8)
 
 
 class Shared:
@@ -300,6 +315,8 @@ class NamedBarrier:
 
     def __init__(self, clock_size: int):
         self.expected = 0
+        self.given = 0  # as the instruction says: `expected` is less by the warps that have ended, when it gives no count
+        self.whole = False  # no arrival gave a count: it is for the threads of the CTA that have not ended
         self.arrived = 0
         self.round = 0
         self.clock = np.zeros((2, clock_size), np.int32)
@@ -307,18 +324,29 @@ class NamedBarrier:
         self.flags = [0, True, False]  # bar.red: popc, and, or
         self.result = (0, True, False)
 
-    def arrive(self, threads: int, expected: int, clock: np.ndarray, number: int) -> int:
-        """Returns the round that completes with this arrival or a later one."""
-        if self.arrived and expected != self.expected:
-            raise Fault("barrier", f"barrier {number} is used with {expected} threads while {self.expected} are expected")
-        self.expected = expected
+    def arrive(self, threads: int, expected: int, clock: np.ndarray, number: int, ended: int | None = None) -> int:
+        """Returns the round that completes with this arrival or a later one.
+
+        ended: of the expected threads, for a barrier of the whole CTA, those that have ended and are not waited for.
+        """
+        if self.arrived and expected != self.given:
+            raise Fault("barrier", f"barrier {number} is used with {expected} threads while {self.given} are expected")
+        self.whole = ended is not None and (self.whole or not self.arrived)
+        self.given = expected
+        self.expected = expected - ended if self.whole else expected
         np.maximum(self.clock, clock, out=self.clock)
         self.arrived += threads
         mine = self.round
-        if self.arrived > expected:
-            raise Fault("barrier", f"barrier {number} got {self.arrived} threads, {expected} were expected")
+        if self.arrived > self.expected:
+            raise Fault("barrier", f"barrier {number} got {self.arrived} threads, {self.expected} were expected")
         self.check()
         return mine
+
+    def leave(self, threads: int) -> None:
+        """Threads of the CTA end: a barrier of all of them does not wait for these."""
+        if self.arrived and self.whole:
+            self.expected -= threads
+            self.check()
 
     def check(self) -> None:
         if self.arrived == self.expected:
@@ -698,6 +726,8 @@ class Cta:
 
     def warp_done(self, warp: Warp) -> None:
         self.cluster.leave(warp)
+        for barrier in self.named:
+            barrier.leave(LANES)
         if not all(w.done for w in self.warps):
             return
         if self.tmem is not None:

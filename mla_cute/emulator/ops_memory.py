@@ -89,7 +89,7 @@ def _widened(target, kind: str) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _load_param(ins: Instruction, d: Decoder, outs, store, kind: str, count: int) -> Closure:
-    """From the parameters, which are the same for all lanes."""
+    """From the parameters; what a name gives is the same for all lanes."""
     m: Memory = ins.operands[1]
     size = TYPE_BYTES[kind]
     if isinstance(m.base, Symbol):
@@ -99,8 +99,10 @@ def _load_param(ins: Instruction, d: Decoder, outs, store, kind: str, count: int
             data = w.machine.launch.params[number]
             for i, out in enumerate(outs):
                 at = m.offset + i * size
-                if at + size > len(data):
+                if at < 0 or at + size > len(data):
                     raise Fault("out_of_bounds", f"parameter {number} has {len(data)} bytes, reads {at}..{at + size}")
+                if out < 0:
+                    continue
                 value = np.frombuffer(data, UINT[size], 1, at)
                 w.write(out, store[i](np.full(LANES, value[0])))
 
@@ -324,12 +326,19 @@ def _aligned(addresses: np.ndarray, nbytes: int) -> None:
 
 
 def read_param(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
-    d = w.machine.program.decoder
-    offset = int(addresses[w.first()]) - PARAM_WINDOW
-    for number, start in d.params.values():
+    w.need_defined(addresses, "an address")
+    addresses = plain(addresses)
+    values = np.zeros((LANES, count), UINT[size])
+    for at in np.unique(addresses[w.mask]):
+        values[addresses == at] = _parameter(w, int(at) - PARAM_WINDOW, size, count)
+    return values
+
+
+def _parameter(w: Warp, offset: int, size: int, count: int) -> np.ndarray:
+    for number, start in w.machine.program.decoder.params.values():
         data = w.machine.launch.params[number]
         if start <= offset and offset + size * count <= start + len(data):
-            return np.broadcast_to(np.frombuffer(data, UINT[size], count, offset - start), (LANES, count))
+            return np.frombuffer(data, UINT[size], count, offset - start)
     raise Fault("out_of_bounds", f"reads bytes {offset}..{offset + size * count} of the parameters")
 
 
@@ -372,29 +381,40 @@ def write_local(w: Warp, addresses: np.ndarray, size: int, values: np.ndarray) -
 
 
 def read_const(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
-    at = int(addresses[w.first()])
+    w.need_defined(addresses, "an address")
+    addresses = plain(addresses)
+    values, left = np.zeros((LANES, count), UINT[size]), w.mask
     for name, array in w.machine.program.decoder.constants.items():
-        base = array.ctypes.data
-        if base <= at < base + len(array):
-            index = addresses[:, None] - base + np.arange(size * count)
-            if index[w.mask].max() >= len(array) or index[w.mask].min() < 0:
-                raise Fault("out_of_bounds", f"reads past {name}")
-            return np.ascontiguousarray(array[np.where(w.mask[:, None], index, 0)]).view(UINT[size])
-    raise Fault("out_of_bounds", f"constant access at {at:#x}")
+        index = addresses - array.ctypes.data
+        lanes = left & (index >= 0) & (index < len(array))
+        if not lanes.any():
+            continue
+        if index[lanes].max() + size * count > len(array):
+            raise Fault("out_of_bounds", f"reads past {name}")
+        values[lanes] = np.ascontiguousarray(array[index[lanes][:, None] + np.arange(size * count)]).view(UINT[size])
+        left = left & ~lanes
+        if not left.any():
+            return values
+    raise Fault("out_of_bounds", f"constant access at {int(addresses[left.argmax()]):#x}")
 
 
 def _space(w: Warp, addresses: np.ndarray) -> tuple[str, int]:
-    at = int(addresses[w.first()])
+    """(state space of generic addresses, what to subtract from them). Those of constants are global ones here."""
+    w.need_defined(addresses, "an address")
+    active = plain(addresses) if w.full else plain(addresses)[w.mask]
+    low, high = (_space_of(int(at)) for at in (active.min(), active.max()))
+    if low != high:
+        text = f"the lanes' generic addresses are of two state spaces, {low[0]} and {high[0]}"
+        raise Fault("unsupported", text)
+    return low
+
+
+def _space_of(at: int) -> tuple[str, int]:
     if at >= LOCAL_WINDOW:
         return "local", LOCAL_WINDOW
     if at >= PARAM_WINDOW:
         return "param", 0
-    if at >= SHARED_WINDOW:
-        return "shared", SHARED_WINDOW
-    constants = w.machine.program.decoder.constants.values()
-    if any(a.ctypes.data <= at < a.ctypes.data + len(a) for a in constants):
-        return "const", 0
-    return "global", 0
+    return ("shared", SHARED_WINDOW) if at >= SHARED_WINDOW else ("global", 0)
 
 
 def read_generic(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
@@ -458,6 +478,7 @@ def atomic(ins: Instruction, d: Decoder) -> Closure:
             w.need_defined(w.regs[i], "an atomic")
         w.need_defined(addresses, "an address")
         space_now, window = (space.partition("::")[0], 0) if space else _space(w, addresses)
+        changed = False  # a loop around one that changes nothing makes no progress
         for n, out in enumerate(outs):
             old = np.zeros(LANES, UINT[size])
             for lane in w.lanes():
@@ -465,9 +486,10 @@ def atomic(ins: Instruction, d: Decoder) -> Closure:
                 array, i = _word(w, space_now, address, size)
                 old[lane] = array[i]
                 array[i] = change(array[i], *[w.regs[v[n]][lane] for v in values])
+                changed = changed or array[i] != old[lane]
             if out >= 0:
                 w.write(out, old)
-        w.cta.cluster.progress += 1
+        w.cta.cluster.progress += changed
 
     return run
 

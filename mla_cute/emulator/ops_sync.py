@@ -27,6 +27,8 @@ def bar(ins: Instruction, d: Decoder) -> Closure:
     def run(w: Warp):
         if aligned:
             w.need_all(ins.opcode)
+        elif not w.full and not (w.mask == w.live).all():
+            raise Fault("unsupported", f"{ins.opcode} by a part of the warp ({int(w.mask.sum())} of {int(w.live.sum())})")
         i = number(w)
         if i > 15:
             raise Fault("barrier", f"barrier {i}; there are 16")
@@ -35,12 +37,14 @@ def bar(ins: Instruction, d: Decoder) -> Closure:
             expected = threads(w)
             if not 0 < expected <= 1024 or expected % LANES:
                 raise Fault("barrier", f"barrier {i} with {expected} threads; must be a multiple of {LANES}")
+            ended = None
         else:
-            expected = -(-w.cta.threads // LANES) * LANES
+            expected = len(w.cta.warps) * LANES
+            ended = sum(other.done for other in w.cta.warps) * LANES
         if kind == "red":
             flags, values = barrier.flags, predicate(w)[w.mask]
             barrier.flags = [flags[0] + int(values.sum()), flags[1] and bool(values.all()), flags[2] or bool(values.any())]
-        mine = barrier.arrive(LANES, expected, w.release(), i)
+        mine = barrier.arrive(LANES, expected, w.release(), i, ended)
         w.cta.cluster.progress += 1
         if kind == "arrive":
             return None
@@ -98,7 +102,7 @@ def barrier_cluster(ins: Instruction, d: Decoder) -> Closure:
             if w.cluster_round is not None:
                 raise Fault("barrier", "barrier.cluster.arrive twice without a wait")
             clock = w.fenced if relaxed else w.release()
-            w.cluster_round = barrier.arrive(1, len(cluster.warps) - cluster.left, clock, -1)
+            w.cluster_round = barrier.arrive(1, len(cluster.warps), clock, -1, cluster.left)
             cluster.progress += 1
             return None
         if w.cluster_round is None:
