@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from emulator_kernels import (
     BULK,
     CLUSTER_SYNC,
@@ -23,7 +24,7 @@ from emulator_kernels import (
 from mla_cute.emulator.decode import UnsupportedInstruction
 from mla_cute.emulator.host import Compiled
 from mla_cute.emulator.machine import Options
-from mla_cute.emulator.run import Emulated, run_ptx
+from mla_cute.emulator.run import Emulated, run_ptx, session
 from mla_cute.emulator.tensormap import Swizzle
 
 LANE = np.arange(32, dtype=np.uint32)
@@ -990,7 +991,7 @@ def test_a_bulk_copy_does_not_run_from_one_tensor_into_the_next():
     assert finding.kind == "out_of_bounds" and "argument 0 [32] + 64, which has 128 bytes" in finding.message
     wide = "ld.global.v2.b32 {%r0, %r1}, [%a0+120];"
     assert not run(wide, (both[:32], both[32:]))
-    (finding,) = run(wide.replace("v2.b32", "v4.b32").replace("%r1}", "%r1, %r2, %r3}").replace("120", "112"), (both[:30], both[30:]))
+    (finding,) = run("ld.global.v4.b32 {%r0, %r1, %r2, %r3}, [%a0+112];", (both[:30], both[30:]))
     assert finding.kind == "out_of_bounds"
 
 
@@ -1056,3 +1057,99 @@ def test_parts_of_a_warp_at_a_barrier_that_is_not_aligned():
     body = "setp.lt.u32 %p0, %t, 16; @%p0 bra A; barrier.sync 0; bra B; A: barrier.sync 0; B: mov.u32 %r0, 1;"
     findings = run(body, threads=64)
     assert [f.kind for f in findings] == ["unsupported"] and "by a part of the warp (16 of 32)" in findings[0].message
+
+
+# ----- what a launch refuses ------------------------------------------------------------------------------------------
+
+OUT = np.zeros(32, np.uint32)
+READ_ONLY = np.zeros(32, np.uint32)
+READ_ONLY.flags.writeable = False
+STATIC = ".shared .align 16 .b8 big[200000];"
+REFUSED = {
+    "target": ({"target": "sm_80"}, r"target must be one of sm_90a, .*got 'sm_80'"),
+    "block of no threads": ({"block": (0, 1, 1)}, "block: must be three positive"),
+    "block of two dims": ({"block": (32, 1)}, "block: must be three positive"),
+    "large block": ({"block": (1024, 2, 1)}, "at most 1024 threads"),
+    "reqntid": ({"directives": ".reqntid 64, 1, 1", "block": (32, 1, 1)}, r"\.reqntid \(64, 1, 1\)"),
+    "maxntid": ({"directives": ".maxntid 16, 2, 1", "block": (64, 1, 1)}, r"at most 32 threads \(\.maxntid\)"),
+    "cluster": ({"grid": (32, 1, 1), "cluster": (32, 1, 1)}, "1 to 16 CTAs"),
+    "cluster of the kernel": ({"grid": (32, 1, 1), "directives": ".reqnctapercluster 32, 1, 1"}, "at most 16 CTAs"),
+    "no multiple of the cluster": ({"grid": (3, 1, 1), "cluster": (2, 1, 1)}, "multiple of cluster"),
+    "dynamic shared memory": ({"smem_bytes": 232449}, "at most 232448"),
+    "static and dynamic": ({"globals_": STATIC, "smem_bytes": 40000}, "less the static 200"),
+    "negative shared memory": ({"smem_bytes": -4}, "smem_bytes must be 0 to"),
+    "grid": ({"grid": (0, 1, 1)}, "grid: must be three positive"),
+    "kernel": ({"kernel": "other"}, "kernel: must be one of k, got 'other'"),
+    "number of arguments": ({"args": (OUT, OUT)}, "kernel k has 1 parameters, got 2"),
+    "read-only": ({"args": (READ_ONLY,)}, r"argument 0 \(p0\): must be writable"),
+    "bytes": ({"args": (b"1234",)}, "must have 8 bytes, got 4"),
+    "a large number": ({"args": (1 << 64,)}, "is a .u64, got"),
+    "a meta tensor": ({"args": (torch.zeros(4, device="meta"),)}, "on the CPU, got .* on meta"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_launches_that_are_refused(name):
+    kw, message = REFUSED[name]
+    kw = dict(kw)
+    source = text("", (OUT,), **{k: kw.pop(k) for k in ("target", "directives", "globals_") if k in kw})
+    with pytest.raises(ValueError, match=message):
+        run_ptx(source, kw.pop("args", (OUT,)), **kw)
+
+
+def test_arguments_of_other_types_are_refused():
+    for arg in (None, "4", [1, 2], np.array([None])):
+        with pytest.raises(TypeError, match=r"argument 0 \(p0\): must be"):
+            run_ptx(text("", (OUT,)), (arg,))
+    for arg, declared in ((OUT, 1), (OUT, b"12345678" * 2)):
+        with pytest.raises(ValueError, match="no address"):
+            run_ptx(text("", (declared,)), (arg,))
+    with pytest.raises(TypeError, match="is a .u32, got the float"):
+        run_ptx(text("", (1,)), (1.5,))
+    with pytest.raises(TypeError, match="must be bytes"):
+        run_ptx(text("", (b"12345678",)), (3,))
+    with pytest.raises(ValueError, match="has no kernel"):
+        run_ptx("", ())
+    with pytest.raises(TypeError, match="text: must be PTX as a str, got bytes"):
+        run_ptx(b"", ())
+    with pytest.raises(ValueError, match="policy: must be one of eager, lazy, random, got 'never'"):
+        Options(policy="never")
+
+
+def test_numbers_are_passed_by_value():
+    body = "ld.param.f32 %f0, [p1]; ld.param.u32 %r1, [p2]; cvt.rzi.u32.f32 %r0, %f0; add.u32 %r0, %r0, %r1;" + STORE
+    for f, n in ((2, np.int64(5)), (np.float64(2.0), np.uint8(5)), (np.float32(2.0), 5), (np.int32(2), 5), (True, 6)):
+        out = np.zeros(32, np.uint32)
+        assert not run_ptx(text(body, (out, 2.0, 5)), (out, f, n)) and (out == 7).all()
+    assert not run_ptx(text("", (out,)), (np.zeros((3, 0)),))
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("mov.u32 %r0, %nothing;", "kernel k: %nothing is no declared register, and no special register"),
+        ("mov.u32 %r0, %nothing.x;", "kernel k: %nothing.x is no declared register"),
+        ("mov.u64 %d0, nothing;", "kernel k: nothing is not declared"),
+    ],
+)
+def test_names_that_are_not_declared(body, message):
+    (finding,) = run(body)
+    assert finding.kind == "unsupported" and finding.message.startswith(message) and "at None" not in str(finding)
+
+
+def test_a_result_that_is_not_declared():
+    with pytest.raises(UnsupportedInstruction, match="%nothing is no declared register"):
+        run("mov.u32 %nothing, 1;")
+
+
+def test_a_grid_that_is_no_multiple_of_the_kernel_s_cluster():
+    (finding,) = run("", directives=".reqnctapercluster 2, 1, 1", grid=(3, 1, 1))
+    assert finding.kind == "launch" and "kernel k: grid (3, 1, 1) is no multiple of the cluster" in finding.message
+
+
+def test_the_number_of_sms_is_the_session_s():
+    with session(num_sms=5):
+        assert (lanes("mov.u32 %r0, %nsmid;" + STORE) == 5).all()
+        out = np.zeros(8, np.uint32)
+        body = """mov.u32 %r0, %smid; mov.u32 %r1, %ctaid.x; mad.wide.u32 %d0, %r1, 4, %a0; st.global.b32 [%d0], %r0;"""
+        assert not run(body, (out,), grid=(8, 1, 1)) and out.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]

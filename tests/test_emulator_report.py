@@ -310,7 +310,7 @@ def test_trace_events(policy, tmp_path):
     trace = report.Trace()
     findings = run_ptx(COPY, [source], block=(128, 1, 1), options=Options(seed=1, policy=policy), trace=trace)
     assert [str(f) for f in findings] == []
-    trace.write(tmp_path / "trace.json")
+    trace.write(str(tmp_path / "trace.json"))
     whole = json.loads((tmp_path / "trace.json").read_text())
     events = whole["traceEvents"]
     assert "instruction" in whole["otherData"]["time"]

@@ -116,6 +116,8 @@ class Decoder:
             return operand.index
         if isinstance(operand, Symbol) and operand.name == "_":
             return -1
+        if isinstance(operand, Special | Symbol):
+            raise ValueError(f"{operand.name} is no declared register")
         raise ValueError(f"cannot write operand {operand}")
 
     def outs(self, operand) -> list[int]:
@@ -300,7 +302,7 @@ def special(kind: str, value, w: Warp, program: Program) -> np.ndarray:
             return np.full(LANES, d.constants[name].ctypes.data, np.uint64)
         if name in d.locals:
             return np.full(LANES, d.locals[name], np.uint64)
-        raise Fault("unsupported", f"symbol {name} is not known")
+        raise Fault("unsupported", f"{name} is not declared: no register, variable or parameter has this name")
     launch, cta = w.machine.launch, w.cta
     thread = np.arange(LANES) + w.index * LANES
     bx, by, _ = launch.block
@@ -308,7 +310,7 @@ def special(kind: str, value, w: Warp, program: Program) -> np.ndarray:
     base = name[: name.rfind(".")] if "." in name else name
     number = "xyz".find(axis)
     if number < 0 and "." in name:
-        raise Fault("unsupported", f"special register {name} is not known")
+        raise Fault("unsupported", f"{name} is no declared register, and no special register that the emulator knows")
     size = w.machine.cluster_dims
     if base == "%tid":
         value = (thread % bx, thread // bx % by, thread // (bx * by))[number]
@@ -337,9 +339,9 @@ def special(kind: str, value, w: Warp, program: Program) -> np.ndarray:
     elif name == "%nwarpid":
         value = cta.cluster.warps_per_cta
     elif name == "%smid":
-        value = cta.index[0] % 132
+        value = cta.index[0] % launch.num_sms
     elif name == "%nsmid":
-        value = 132
+        value = launch.num_sms
     elif name == "%gridid":
         value = 0
     elif name.startswith("%lanemask_"):
@@ -358,6 +360,6 @@ def special(kind: str, value, w: Warp, program: Program) -> np.ndarray:
     elif name in ("%clock", "%clock64", "%globaltimer", "%clock_hi", "%globaltimer_lo", "%globaltimer_hi"):
         value = w.machine.time  # read once at the start: enough for what kernels measure here
     else:
-        raise Fault("unsupported", f"special register {name} is not known")
+        raise Fault("unsupported", f"{name} is no declared register, and no special register that the emulator knows")
     dtype = np.bool_ if ptx_type == "pred" else dtype
     return np.broadcast_to(np.asarray(value), LANES).astype(dtype)

@@ -16,20 +16,8 @@ import numpy as np
 
 from .ptx import Instruction, Kernel, Label, Memory, Not, Pair, Reg, Vector
 
-STORES = {
-    "st",
-    "red",
-    "bar",
-    "barrier",
-    "bra",
-    "brx",
-    "cp",
-    "prefetch",
-    "stmatrix",
-    "fence",
-    "wgmma",
-    "nanosleep",
-}  # no result
+# Opcodes without a result.
+STORES = {"st", "red", "bar", "barrier", "bra", "brx", "cp", "prefetch", "stmatrix", "fence", "wgmma", "nanosleep"}
 
 
 @dataclass
@@ -104,9 +92,7 @@ def _orders(ins: Instruction) -> bool:
         return bool({"release", "acq_rel"} & set(ins.parts))
     if kind == "bar":
         return ins.parts[1] != "warp"
-    if (
-        kind == "mbarrier"
-    ):  # not that with expect_tx: it belongs to the copy, and hardware has shown it to be no obstacle
+    if kind == "mbarrier":  # not that with expect_tx: it belongs to the copy, and hardware has shown it to be no obstacle
         return ins.parts[1].startswith("arrive") and "expect_tx" not in ins.parts
     return kind in ("barrier", "fence", "membar")
 

@@ -22,7 +22,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -54,6 +54,7 @@ class Launch:
     cooperative: bool
     params: tuple[bytes, ...]  # one per .param of the entry, copied at the launch
     preferred: Dim3 | None = None  # cluster size that the hardware may use instead
+    num_sms: int = field(default=132, compare=False)  # of the device
 
 
 class Compiled(NamedTuple):
@@ -154,6 +155,7 @@ class HostFunction:
             return 1
         try:
             launch = _read_launch(_LaunchConfig.from_address(config), kernel.decode(), params, self._param_sizes)
+            launch = replace(launch, num_sms=self._attributes[16])
             self._launches.append(launch)
             if self._on_launch is not None:
                 self._on_launch(launch)
@@ -315,7 +317,7 @@ def _read_launch(config: _LaunchConfig, kernel: str, params, param_sizes: Callab
             raise NotImplementedError(f"{kernel}: launched with {EVENTS[number]}, which the emulator does not model")
         if number not in {COOPERATIVE, CLUSTER, SERIALISATION, PREFERRED_CLUSTER, *EVENTS, *HINTS}:
             raise NotImplementedError(f"{kernel}: launched with cudaLaunchAttribute {number}, unknown to the emulator")
-    _check(launch)
+    check_launch(launch)
     return launch
 
 
@@ -329,7 +331,7 @@ def _dims(value: bytes | None) -> Dim3 | None:
     return dims if any(dims) else None
 
 
-def _check(launch: Launch) -> None:
+def check_launch(launch: Launch) -> None:
     """What CUDA refuses for any kernel; static shared memory and .reqntid are in the PTX only."""
     threads, ctas = _volume(launch.block), _volume(launch.cluster)
     for wrong, text in (

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ NOBODY = 0  # agent of memory that was never written
 MBARRIERS = 128  # at most, in one CTA
 ALL_LANES = np.ones(LANES, bool)
 MAX_FINDINGS = 50
+POLICIES = ("eager", "lazy", "random")
 NEAR = 1 << 24  # bytes from a tensor at which an address outside is still told as its
 MAX_EARLY = 32  # clusters of a dependent launch that end before the launch ahead of it starts
 
@@ -70,7 +70,7 @@ class Finding:
     other: Place | None = None  # of a race: the earlier access
 
     def __str__(self) -> str:
-        text = f"{self.kind}: {self.message}\n    at {self.place}"
+        text = f"{self.kind}: {self.message}" + (f"\n    at {self.place}" if self.place else "")
         return text + (f"\n    against {self.other}" if self.other else "")
 
 
@@ -95,14 +95,20 @@ class Options:
     """How a launch is run. The seed decides everything random; `policy` when asynchronous work is done."""
 
     seed: int = 0
-    policy: str = "random"  # eager, lazy, random
+    policy: str = "random"  # one of POLICIES
     resident: int = 2  # clusters that run at the same time
     max_idle: int = 4_000_000  # instructions without progress that mean a livelock; a kernel may long keep all in registers
+
+    def __post_init__(self):
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy: must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        if self.resident < 1:
+            raise ValueError(f"resident: must be at least 1, got {self.resident}")
 
     @classmethod
     def schedule(cls, n: int) -> Options:
         """The n-th schedule: the first three are eager, lazy and random, the others random with other seeds."""
-        return cls(seed=n, policy=("eager", "lazy", "random")[min(n, 2)], resident=1 + n % 3)
+        return cls(seed=n, policy=POLICIES[min(n, 2)], resident=1 + n % 3)
 
 
 # ----- values that are not there --------------------------------------------------------------------------------------
@@ -212,10 +218,11 @@ class GlobalMemory:
 
     def describe(self, low: int, high: int) -> str:
         text = f"{low:#x}..{high:#x}, in no tensor"
-        distance, i = min(((max(start - low, low - end, 0), i) for i, (start, end, _, _) in enumerate(self.ranges)), default=(NEAR, 0))
+        distances = [max(start - low, low - end, 0) for start, end, _, _ in self.ranges]
+        distance = min(distances, default=NEAR)
         if distance >= NEAR:
             return text
-        start, end, _, name = self.ranges[i]
+        start, end, _, name = self.ranges[distances.index(distance)]
         at = f"{name} + {low - start}" if low >= start else f"{start - low} bytes before {name}"
         return f"{text} ({at}, which has {end - start} bytes)"
 
@@ -884,7 +891,7 @@ class Grid:
             size = {"eager": size, "lazy": launch.preferred}.get(options.policy) or self.rng.choice((size, launch.preferred))
         self.cluster_dims = size
         if any(g % c for g, c in zip(launch.grid, size)):
-            raise Fault("launch", f"grid {launch.grid} is no multiple of the cluster {size}")
+            self.refuse(Fault("launch", f"grid {launch.grid} is no multiple of the cluster {size}"))
         blocks = [range(0, g, c) for g, c in zip(launch.grid, size)]
         order = [(x, y, z) for z in blocks[2] for y in blocks[1] for x in blocks[0]]
         self.rng.shuffle(order)
@@ -936,7 +943,10 @@ class Grid:
 
     def fill(self, n: int) -> None:
         while self.waiting and len(self.active) < n:
-            self.active.append(Cluster(self, self.waiting.pop()))
+            try:
+                self.active.append(Cluster(self, self.waiting.pop()))
+            except Fault as e:
+                self.refuse(e)
 
     def loop(self) -> None:
         """Until a cluster ends, or nothing can go on before the launch ahead has ended."""
@@ -1046,6 +1056,11 @@ class Grid:
         self.findings.append(Finding(fault.kind, str(fault), place))
         raise EmulationError(self.findings) from fault
 
+    def refuse(self, fault: Fault) -> None:
+        """Stop before an instruction has run."""
+        self.findings.append(Finding(fault.kind, f"kernel {self.launch.kernel}: {fault}"))
+        raise EmulationError(self.findings) from fault
+
     def stuck(self, warps: list[Warp], kind: str, message: str) -> None:
         lines = [f"{message}; {len(warps)} warps are left:"]
         for w in warps:
@@ -1079,7 +1094,3 @@ def run_launches(pairs: list[tuple], memory: GlobalMemory, options: Options, tra
             grid.dependency_met = True
         grid.run()
     return findings, grids
-
-
-def asdict(finding: Finding) -> dict:
-    return dataclasses.asdict(finding)

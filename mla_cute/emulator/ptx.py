@@ -103,6 +103,7 @@ class Param:
     name: str
     size: int
     align: int
+    kind: str = "b8"  # of a value; b8 for an array
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ def _function(s: _Scanner, files: dict[int, str]) -> Kernel | None:
             m = re.match(r"\s*\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr\b[^%$\w]*(?:\.\w+\s+|\d+\s+)*)?", item)
             dims = re.search(r"([$\w.]+)\s*(?:\[\s*(\d+)\s*\])?\s*$", item)
             size = TYPE_BYTES[m[2]] * int(dims[2] or 1)
-            params.append(Param(dims[1], size, int(m[1] or TYPE_BYTES[m[2]])))
+            params.append(Param(dims[1], size, int(m[1] or TYPE_BYTES[m[2]]), "b8" if dims[2] else m[2]))
     head = s.take(r"[^{;]*")
     if s.take(";"):
         return None

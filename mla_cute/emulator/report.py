@@ -358,8 +358,8 @@ class Trace(Watch):
             self._land(op)
         return {"traceEvents": self.events, "displayTimeUnit": "ns", "otherData": {"time": TIME}}
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.json()))
+    def write(self, path: Path | str) -> None:
+        Path(path).write_text(json.dumps(self.json()))
 
 
 def _mixed(order: tuple[int, ...], grid: tuple[int, int, int]) -> int:

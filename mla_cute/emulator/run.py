@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 import os
 import pickle
 import time
@@ -21,11 +23,12 @@ import torch
 from .. import jit
 from . import ptx
 from .decode import Program
-from .host import Compiled, HostFunction, Launch, compile_for_emulation
-from .machine import EmulationError, Finding, GlobalMemory, Grid, Options, run_launches
+from .host import MAX_CLUSTER, SHARED_OPT_IN, Compiled, HostFunction, Launch, check_launch, compile_for_emulation
+from .machine import RESERVED, EmulationError, Finding, GlobalMemory, Grid, Options, run_launches
 
 MAX_SECONDS = 600.0  # an estimate above this is refused without `force`
 SECONDS_PER_KEY_BLOCK = 0.15  # 64 keys by 64 heads in the Hopper kernel (measured, one core)
+TARGETS = ("sm_90a", "sm_100a", "sm_100f", "sm_103a")  # of PTX that run_ptx takes
 SECONDS_PER_CTA = 0.006  # one that finds nothing to do (measured, one core)
 
 
@@ -174,25 +177,102 @@ def run_ptx(
 ) -> list[Finding]:
     """Run one kernel of a PTX text; returns the findings, the last of which is why it stopped if it did.
 
-    args: one per .param: a CPU tensor or numpy array (its address), an int or float (in the parameter's size), or bytes.
+    args: one per .param: a CPU tensor or writable numpy array (its address), a number (in the parameter's size), or bytes.
     kernel: the entry's name, where there are several. cluster, smem_bytes: as a launch would ask for them.
+
+    Raises ValueError for what a launch would refuse, TypeError for an argument that is no such thing.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"text: must be PTX as a str, got {type(text).__name__}")
     module = ptx.parse(text)
-    name = kernel or next(iter(module.kernels))
+    if not module.kernels:
+        raise ValueError("text: has no kernel (.entry)")
+    if module.target not in TARGETS:
+        raise ValueError(f"text: .target must be one of {', '.join(TARGETS)}, got {module.target!r}")
+    name = next(iter(module.kernels)) if kernel is None else kernel
+    if name not in module.kernels:
+        raise ValueError(f"kernel: must be one of {', '.join(module.kernels)}, got {name!r}")
     program = Program(module, name)
-    memory, params = GlobalMemory(), []
-    for i, (arg, param) in enumerate(zip(args, program.kernel.params, strict=True)):
-        if isinstance(arg, np.ndarray):
-            arg = torch.from_numpy(arg)
-        if isinstance(arg, torch.Tensor):
-            low, high = extent(arg)
-            memory.add(low, high - low, f"argument {i} {list(arg.shape)}", arg)
-            arg = arg.data_ptr()
-        if isinstance(arg, float):
-            arg = np.array(arg, f"f{param.size}").tobytes()
-        params.append(arg if isinstance(arg, bytes) else (arg & 256**param.size - 1).to_bytes(param.size, "little"))
-    launch = Launch(name, grid, block, cluster, smem_bytes, False, False, tuple(params))
+    args, wanted = list(args), program.kernel.params
+    if len(args) != len(wanted):
+        raise ValueError(f"args: kernel {name} has {len(wanted)} parameters, got {len(args)}")
+    memory = GlobalMemory()
+    params = tuple(_parameter(i, arg, param, memory) for i, (arg, param) in enumerate(zip(args, wanted)))
+    dims = [_dims(what, value) for what, value in (("grid", grid), ("block", block), ("cluster", cluster))]
+    launch = Launch(name, *dims, operator.index(smem_bytes), False, False, params, num_sms=current().num_sms)
+    _check_launch(launch, program)
     try:
         return run_launches([(program, launch)], memory, options or Options(), trace)[0]
     except EmulationError as e:
         return e.findings
+
+
+def _dims(what: str, value) -> tuple[int, int, int]:
+    try:
+        dims = tuple(operator.index(n) for n in value)
+    except TypeError:
+        dims = ()
+    if len(dims) != 3 or min(dims) < 1:
+        raise ValueError(f"{what}: must be three positive integers, got {value!r}")
+    return dims
+
+
+def _check_launch(launch: Launch, program: Program) -> None:
+    """ValueError for what CUDA refuses, the kernel's own directives and static shared memory included."""
+    check_launch(launch)
+    directives, name = program.kernel.directives, launch.kernel
+    needed = directives.get("reqntid")
+    if needed and (*needed, 1, 1)[:3] != launch.block:
+        raise ValueError(f"{name}: block must be its .reqntid {(*needed, 1, 1)[:3]}, got {launch.block}")
+    most, threads = directives.get("maxntid"), math.prod(launch.block)
+    if most and threads > math.prod(most):
+        raise ValueError(f"{name}: block must have at most {math.prod(most)} threads (.maxntid), got {launch.block}")
+    if math.prod(program.cluster) > MAX_CLUSTER:
+        raise ValueError(f"{name}: .reqnctapercluster must have at most {MAX_CLUSTER} CTAs, got {program.cluster}")
+    static = program.dynamic_offset - RESERVED
+    if launch.smem_bytes < 0 or static + launch.smem_bytes > SHARED_OPT_IN:
+        text = f"smem_bytes must be 0 to {SHARED_OPT_IN - static}: {SHARED_OPT_IN} less the static {static}"
+        raise ValueError(f"{name}: {text}, got {launch.smem_bytes}")
+
+
+def _parameter(position: int, arg, param: ptx.Param, memory: GlobalMemory) -> bytes:
+    """The bytes of an argument. The memory of an array may be accessed from now on."""
+    what = f"argument {position} ({param.name})"
+    if isinstance(arg, np.ndarray):
+        if not arg.flags.writeable:
+            raise ValueError(f"{what}: must be writable, got a read-only array")
+        if arg.dtype.hasobject:
+            raise TypeError(f"{what}: must be an array of numbers, got dtype {arg.dtype}")
+        low, high = np.lib.array_utils.byte_bounds(arg)
+        address, size = arg.ctypes.data, arg.size and high - low
+    elif isinstance(arg, torch.Tensor):
+        if arg.device.type != "cpu" or arg.layout != torch.strided:
+            raise ValueError(f"{what}: must be a strided tensor on the CPU, got {arg.layout} on {arg.device}")
+        low, high = extent(arg)
+        address, size = arg.data_ptr(), arg.numel() and high - low
+    elif isinstance(arg, bytes | bytearray):
+        if len(arg) != param.size:
+            raise ValueError(f"{what}: must have {param.size} bytes, got {len(arg)}")
+        return bytes(arg)
+    else:
+        return _number(what, arg, param)
+    if param.size != 8:
+        raise ValueError(f"{what}: is a .{param.kind} of {param.size} bytes, no address: got an array")
+    memory.add(low, size, f"argument {position} {list(arg.shape)}", arg)
+    return address.to_bytes(8, "little")
+
+
+def _number(what: str, arg, param: ptx.Param) -> bytes:
+    kind, size, floats = param.kind, param.size, (float, np.floating)
+    if not isinstance(arg, (int, np.integer, np.bool_, *floats)):
+        raise TypeError(f"{what}: must be a tensor, an array, a number or bytes, got {type(arg).__name__}")
+    if size > 8 or (kind == "b8" and size > 1):
+        raise TypeError(f"{what}: is an array of {size} bytes: must be bytes, got {arg!r}")
+    if kind in ("f16", "f32", "f64") or (kind[0] == "b" and size > 1 and isinstance(arg, floats)):
+        return np.array(float(arg), f"f{size}").tobytes()
+    if isinstance(arg, floats):
+        raise TypeError(f"{what}: is a .{kind}, got the float {arg!r}")
+    low, high = -(1 << 8 * size - 1), (1 << 8 * size) - 1
+    if not low <= int(arg) <= high:
+        raise ValueError(f"{what}: is a .{kind}, got {arg!r}")
+    return (int(arg) & high).to_bytes(size, "little")
