@@ -1010,8 +1010,8 @@ def test_parameters_at_addresses_that_differ_between_lanes():
 
 
 def test_a_parameter_s_part_that_goes_nowhere():
-    body = "ld.param.v2.u32 {_, %r0}, [p1];" + STORE
-    assert (lanes(body, np.array([3, 4], np.uint32).tobytes()) == 4).all()
+    body = "ld.param.v2.u32 {_, %r0}, [p1]; add.u32 %r0, %r0, 77;" + STORE
+    assert (lanes(body, np.array([3, 4], np.uint32).tobytes()) == 81).all()
 
 
 def test_constants_of_two_arrays():
