@@ -11,7 +11,7 @@ import torch
 
 from .kv_cache import CACHE_DTYPES, FORMATS, KVFormat, check_format, planes, quantize_kv_cache
 from .target import target
-from .validate import ALIGN, INT32_MAX, check_dense, check_writable
+from .validate import ALIGN, INT32_MAX, check_dense, check_writable, num_bytes_of
 
 MAX_TOKENS = 2**30  # of a call: the kernel counts them in 32 bits
 _MEMO_ENTRIES = 4096  # as in validate
@@ -173,7 +173,7 @@ def _check_metadata(kv_cache: Any, latent: Any, rope: Any, slots: Any, kv_format
         _no("scales", 'must be "pow2" or "amax"', f'"{scales}"')
     if scales == "amax" and fmt.scale_bytes == 1:
         _no("scales", f'must be "pow2" for {fmt.name.upper()}, whose scales are e8m0', '"amax"')
-    return _Passed(fmt.name, n == 0 or shape[0] == 0, tuple(map(_num_bytes, (kv_cache, latent, rope, slots))))
+    return _Passed(fmt.name, n == 0 or shape[0] == 0, tuple(map(num_bytes_of, (kv_cache, latent, rope, slots))))
 
 
 def _is_rows(name: str, t: Any, width: int, what: str) -> None:
@@ -195,11 +195,6 @@ def _is_rows(name: str, t: Any, width: int, what: str) -> None:
 def _is_one_of(name: str, t: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if t.dtype not in dtypes:
         _no(name, f"dtype must be {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}", t.dtype, TypeError)
-
-
-def _num_bytes(t: torch.Tensor) -> int:
-    """Bytes from the first to the last that t reaches, gaps counted; 0 if it is empty."""
-    return t.numel() and (1 + sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape))) * t.element_size()
 
 
 def _no(name: str, needed: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 
 from .kv_cache import FORMATS, V32, KVFormat, quantize_kv_cache, to_cache_indices
+from .validate import Problem
 
 # Accepted error of sparse decode against the reference, for assert_close(**...): the one place where it is set.
 SPARSE_DECODE_OUT = MappingProxyType({"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6})
@@ -72,6 +73,19 @@ class Case:
     @property
     def format(self) -> KVFormat:
         return FORMATS[self.kv_format]
+
+    @property
+    def problem(self) -> Problem:
+        """What a kernel is compiled for to run it."""
+        return Problem(
+            h_q=self.h_q,
+            d_qk=self.d_qk,
+            kv_format=self.kv_format,
+            has_topk_length=self.topk_length,
+            has_attn_sink=self.sink,
+            has_extra=bool(self.extra_topk),
+            has_extra_topk_length=self.extra_topk_length,
+        )
 
     @property
     def d_qk(self) -> int:

@@ -279,7 +279,7 @@ def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_
     has_extra = extra_kv_cache is not None
     tensors = (lse, out, q, kv_cache, indices, topk_length, attn_sink, *(extra if has_extra else ()))
     addresses = tuple(0 if t is None else t.data_ptr() for t in tensors)
-    num_bytes = tuple(map(_num_bytes, tensors))
+    num_bytes = tuple(map(num_bytes_of, tensors))
     meeting = _overlap(addresses, num_bytes)
     if meeting:
         name, other = (_TENSORS[i] for i in meeting)
@@ -408,7 +408,7 @@ def _is_vector(name: str, t: torch.Tensor, dim: str, size: int) -> None:
     _is_aligned_address(name, t, WORD)
 
 
-def _num_bytes(t: torch.Tensor | None) -> int:
+def num_bytes_of(t: torch.Tensor | None) -> int:
     """Bytes from the first to the last that t reaches, gaps counted; 0 if it is absent or empty."""
     if t is None or not t.numel():
         return 0

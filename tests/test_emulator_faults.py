@@ -282,6 +282,10 @@ CASES = {
         f"nanosleep.u32 1; END: {STORE}",
         "ld.shared.b32 %r0, [%r1]", "ld.shared.b32 %r0, [%r1+4]", "uninitialised", "branch depends on",
     ),
+    "an exit on shared memory that nothing was written to": Case(
+        f"{ADDRESS} st.shared.b32 [%r1], %t; ld.shared.b32 %r0, [%r1]; setp.gt.u32 %p1, %r0, 3; @%p1 exit; {STORE}",
+        "ld.shared.b32 %r0, [%r1]", "ld.shared.b32 %r0, [%r1+4]", "uninitialised", "exit depends on",
+    ),
     "a vote on shared memory that nothing was written to": Case(
         f"""{ADDRESS} st.shared.b32 [%r1], %t; ld.shared.b32 %r0, [%r1]; setp.gt.u32 %p1, %r0, 3;
         vote.sync.any.pred %p2, %p1, -1;

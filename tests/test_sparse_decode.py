@@ -213,18 +213,7 @@ CASES = GRID + CORNERS + BEYOND + FORMATS
 def compiled(impl):
     """Every kernel of CASES, compiled ahead in parallel processes: one after the other they take minutes."""
     module = mla_cute.select_impl("cuda", impl)
-    problems = {
-        Problem(
-            h_q=c.h_q,
-            d_qk=c.d_qk,
-            kv_format=c.kv_format,
-            has_topk_length=c.topk_length,
-            has_attn_sink=c.sink,
-            has_extra=bool(c.extra_topk),
-            has_extra_topk_length=c.extra_topk_length,
-        )
-        for c in CASES
-    }
+    problems = {c.problem for c in CASES}
     arch = jit.arch_of(torch.device("cuda", 0))
     jit.compile_ahead([jit.Job(module, p, module.default_config(p), arch) for p in problems], progress=False)
 

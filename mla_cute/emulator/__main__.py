@@ -129,15 +129,7 @@ def prepare(args) -> Job:
         extra_topk_length=bool(args.lengths and args.extra_topk),
     )
     module = _module(args)
-    problem = Problem(
-        h_q=case.h_q,
-        d_qk=case.d_qk,
-        kv_format=case.kv_format,
-        has_topk_length=case.topk_length,
-        has_attn_sink=case.sink,
-        has_extra=bool(case.extra_topk),
-        has_extra_topk_length=case.extra_topk_length,
-    )
+    problem = case.problem
     if not 1 <= case.h_q <= 128:
         raise ValueError(f"--h_q: must be 1 to 128, got {case.h_q}")
     config = _configured(module.default_config(problem), args.set)
@@ -310,7 +302,7 @@ def _main(argv: list[str] | None) -> int:
 
 
 def head(job: Job) -> str:
-    problem = Problem(h_q=job.case.h_q)
+    problem = job.case.problem
     return "\n".join(
         [
             f"sparse_decode for {job.arch}: {job.module.__name__}, with its plan and combine",

@@ -248,21 +248,24 @@ def find(ins: Instruction):
     raise UnsupportedInstruction(f"PTX line {ins.line}: the emulator does not know {ins.opcode} ({ins.text[:120]})")
 
 
+def guard_lanes(w: Warp, p: int, negated: bool, use: str = "a predicate") -> np.ndarray:
+    """bool [32]: the active lanes whose predicate holds."""
+    lanes = ~w.regs[p] if negated else w.regs[p]
+    if type(lanes) is Tainted:
+        w.need_defined(lanes, use)
+        lanes = plain(lanes)
+    return lanes if w.full else lanes & w.mask
+
+
 def guarded(body: Closure, p: int, negated: bool) -> Closure:
     """The instruction for the active lanes whose predicate holds."""
     if getattr(body, "takes_guard", False):  # a branch: it splits the warp itself
         return body(p, negated)
 
     def run(w: Warp):
-        lanes = ~w.regs[p] if negated else w.regs[p]
-        if type(lanes) is Tainted:
-            w.need_defined(lanes, "a predicate")
-            lanes = plain(lanes)
-        if w.full:
-            if lanes.all():
-                return body(w)
-        else:
-            lanes = lanes & w.mask
+        lanes = guard_lanes(w, p, negated)
+        if w.full and lanes.all():
+            return body(w)
         if not lanes.any():
             return None
         mask, full = w.mask, w.full

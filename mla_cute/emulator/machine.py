@@ -284,7 +284,6 @@ class Mbarrier:
         self.fenced = False  # initialisation made visible to the asynchronous proxy
         self.in_flight = 0  # bytes of the copies under way that complete_tx here
         self.tensor_clock = np.zeros(clock_size, np.int32)  # of tcgen05.fence in front of relaxed arrivals
-        self.on_complete: list[Callable[[], None]] = []
 
     def arrive(self, clock: np.ndarray | None, count: int = 1) -> None:
         """Counts `count` arrivals that release `clock` [2, agents]."""

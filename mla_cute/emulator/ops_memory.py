@@ -648,8 +648,7 @@ def movmatrix(ins: Instruction, d: Decoder) -> Closure:
 
     def run(w: Warp):
         w.need_all("movmatrix")
-        tile = np.ascontiguousarray(w.regs[i]).view(np.uint16).reshape(8, 8).T
-        w.write(out, np.ascontiguousarray(tile).view(np.uint32).reshape(LANES))
+        w.write(out, matrix.movmatrix(np.ascontiguousarray(w.regs[i])))
 
     return run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import numeric
-from .decode import UINT, Closure, Decoder, UnsupportedInstruction, op
+from .decode import UINT, Closure, Decoder, UnsupportedInstruction, guard_lanes, op
 from .machine import (
     ALL_LANES,
     LANES,
@@ -19,7 +19,7 @@ from .machine import (
     pieces_of,
 )
 from .ptx import TYPE_BYTES, Instruction, Label, Not, Pair, Reg, Special, Vector
-from .taint import Tainted, plain, tainted
+from .taint import plain, tainted
 
 LANE = np.arange(LANES)
 ALU = [
@@ -281,23 +281,12 @@ def bra(ins: Instruction, d: Decoder) -> Closure:
 
     def guard(p: int, negated: bool) -> Closure:
         def branch(w: Warp):
-            taken = ~w.regs[p] if negated else w.regs[p]
-            if type(taken) is Tainted:
-                w.need_defined(taken, "a branch")
-                taken = plain(taken)
-            if w.full:
-                if taken.all():
-                    w.pc = target
-                    return
-                if not taken.any():
-                    return
-            else:
-                taken = taken & w.mask
-                if not taken.any():
-                    return
-                if (taken == w.mask).all():
-                    w.pc = target
-                    return
+            taken = guard_lanes(w, p, negated, "a branch")
+            if not taken.any():
+                return
+            if taken.all() if w.full else (taken == w.mask).all():
+                w.pc = target
+                return
             w.jump(target, taken)
 
         return branch
@@ -354,7 +343,7 @@ def ret(ins: Instruction, d: Decoder) -> Closure:
 
     def guard(p: int, negated: bool) -> Closure:
         def run(w: Warp):
-            lanes = (~w.regs[p] if negated else w.regs[p]) & w.mask
+            lanes = guard_lanes(w, p, negated, "an exit")
             if lanes.any():
                 leave(w, lanes)
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from .. import jit
+from ..validate import num_bytes_of
 from . import ptx
 from .decode import Program
 from .host import MAX_CLUSTER, SHARED_OPT_IN, Compiled, HostFunction, Launch, check_launch, compile_for_emulation
@@ -106,9 +107,8 @@ class Emulated:
         started = time.perf_counter()
         memory = GlobalMemory()
         for i, t in enumerate(args):
-            if isinstance(t, torch.Tensor) and t.numel():
-                low, high = extent(t)
-                memory.add(low, high - low, f"argument {i} {list(t.shape)}", t)
+            if isinstance(t, torch.Tensor):
+                memory.add(t.data_ptr(), num_bytes_of(t), f"argument {i} {list(t.shape)}", t)
         launches = self.host(s.num_sms)(*args)
         s.admit(0, sum(x.grid[0] * x.grid[1] * x.grid[2] for x in launches))
         findings: list[Finding] = []
@@ -125,18 +125,6 @@ class Emulated:
             s.seconds += time.perf_counter() - started
         if findings and s.strict:
             raise EmulationError(findings)
-
-
-def extent(t: torch.Tensor) -> tuple[int, int]:
-    """[first, last) byte address of the elements of a non-empty strided tensor."""
-    low = high = 0
-    for size, stride in zip(t.shape, t.stride()):
-        if stride < 0:
-            low += (size - 1) * stride
-        else:
-            high += (size - 1) * stride
-    size = t.element_size()
-    return t.data_ptr() + low * size, t.data_ptr() + (high + 1) * size
 
 
 _memory: dict[tuple, Callable] = {}
@@ -248,8 +236,8 @@ def _parameter(position: int, arg, param: ptx.Param, memory: GlobalMemory) -> by
     elif isinstance(arg, torch.Tensor):
         if arg.device.type != "cpu" or arg.layout != torch.strided:
             raise ValueError(f"{what}: must be a strided tensor on the CPU, got {arg.layout} on {arg.device}")
-        low, high = extent(arg)
-        address, size = arg.data_ptr(), arg.numel() and high - low
+        address = low = arg.data_ptr()
+        size = num_bytes_of(arg)
     elif isinstance(arg, bytes | bytearray):
         if len(arg) != param.size:
             raise ValueError(f"{what}: must have {param.size} bytes, got {len(arg)}")
