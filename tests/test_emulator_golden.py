@@ -13,7 +13,7 @@ import torch
 
 import mla_cute
 from mla_cute import target
-from mla_cute.emulator import session
+from mla_cute.emulator import Options, session
 
 GOLDEN = Path(__file__).parent / "golden"
 NUM_SMS = 12  # that the plan believes in: small grids
@@ -100,8 +100,12 @@ def test_matches_the_hardware(name):
     """The plan and, of one key, out bit for bit. The tensor core adds in an order and to a width of its own, and ex2 and lg2
     are approximations: elsewhere few values of out differ, by one bf16 number, and lse by some fp32 ones."""
     golden = np.load(GOLDEN / f"{name}.npz")
-    with session(num_sms=NUM_SMS):
-        ours = run(*inputs(CASES[name]), backend="emulator")
+    for n in range(8):  # schedules
+        with session(num_sms=NUM_SMS, options=Options.schedule(n)):
+            matches(run(*inputs(CASES[name]), backend="emulator"), golden, name)
+
+
+def matches(ours: dict, golden: dict, name: str) -> None:
     assert np.array_equal(ours["metadata"], golden["metadata"])
     assert np.array_equal(ours["num_splits"], golden["num_splits"])
     distance = ulps(ours["out"], golden["out"])
