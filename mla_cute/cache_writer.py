@@ -1,16 +1,18 @@
 """New tokens into a paged FP8 cache, in place: what a serving engine does each step and layer before it attends.
 
-CUDA tensors take one kernel (`cache_writer_kernel`), CPU tensors plain torch; the bytes are those of `quantize_kv_cache`.
+CUDA tensors take one kernel (`cache_writer_kernel`), CPU tensors plain torch; the bytes are those of `quantize_kv_cache`,
+which takes the same kernel for a whole cache.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from .kv_cache import CACHE_DTYPES, FORMATS, KVFormat, check_format, planes, quantize_kv_cache
-from .target import target
+from .kv_cache import CACHE_DTYPES, FORMATS, KVFormat, check_format, new_cache, planes, quantize_by_torch
+from .target import Target, target
 from .validate import ALIGN, INT32_MAX, check_dense, check_writable, num_bytes_of
 
 MAX_TOKENS = 2**30  # of a call: the kernel counts them in 32 bits
@@ -56,9 +58,37 @@ def write_kv_cache(
     if where.arch == "cpu":
         _write_by_torch(kv_cache, latent, rope, slots, FORMATS[passed.kv_format], scales)
         return
+    _write_by_kernel(kv_cache, latent, rope, slots, passed.kv_format, scales, where)
+
+
+def has_kernel(arch: str) -> bool:
+    """Hopper and later: what came before has no architecture by the name that `jit.arch_of` gives it."""
+    found = re.fullmatch(r"sm_(\d+)a", arch)
+    return found is not None and int(found[1]) >= 90
+
+
+def write_all(kv_cache: torch.Tensor, kv: torch.Tensor, fmt: KVFormat, scales: str, where: Target) -> None:
+    """The records of kv bf16 [num_blocks, page, 1, d_qk] into the whole of kv_cache; as `quantize_kv_cache` checks them."""
+    if not kv.numel():
+        return
+    num_blocks, page = kv.shape[:2]
+    if num_blocks * page > MAX_TOKENS:
+        _no("kv", f"must have at most {MAX_TOKENS} tokens", f"{num_blocks} * {page} = {num_blocks * page}")
+    if kv_cache.data_ptr() % ALIGN or (num_blocks > 1 and kv_cache.stride(0) % ALIGN):
+        aligned = new_cache(num_blocks, page, fmt, kv.device)
+        write_all(aligned, kv, fmt, scales, where)
+        kv_cache.view(torch.uint8).copy_(aligned)
+        return
+    rows = kv.detach().reshape(-1, fmt.d_qk)  # a view, if the distance is the same between all rows
+    if rows.stride(1) != 1 or rows.data_ptr() % ALIGN or (len(rows) > 1 and 2 * rows.stride(0) % ALIGN):
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    _write_by_kernel(kv_cache, rows[:, : fmt.d_nope], rows[:, fmt.d_nope :], None, fmt.name, scales, where)
+
+
+def _write_by_kernel(kv_cache, latent, rope, slots, kv_format: str, scales: str, where: Target) -> None:
     from . import cache_writer_kernel as module  # the DSL is imported when a kernel is needed
 
-    problem = module.WriteProblem(passed.kv_format, scales, slots.element_size())
+    problem = module.WriteProblem(kv_format, scales, 0 if slots is None else slots.element_size())
     kernel = where.load(module, problem, module.default_config(problem), where.arch)
     kernel(kv_cache if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8), latent, rope, slots)
 
@@ -68,7 +98,8 @@ def _write_by_torch(kv_cache, latent, rope, slots, fmt: KVFormat, scales: str) -
     valid = (slots >= 0) & (slots < num_blocks * page)
     slots = slots[valid].long()
     keys = torch.cat([latent[valid], rope[valid]], dim=-1)[:, None, None]  # as pages of one token
-    records = quantize_kv_cache(keys, kv_format=fmt, scales=scales)
+    records = new_cache(len(keys), 1, fmt, keys.device)
+    quantize_by_torch(keys, fmt, scales, records)
     for old, new in zip(planes(kv_cache, fmt), planes(records, fmt)):  # codes, scales, RoPE
         old[slots // page, slots % page] = new[:, 0]
 
