@@ -85,7 +85,7 @@ def sparse_decode(
     Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a
     CUDA graph (call it once before: a first call compiles); without a plan, each replay plans anew. Results are
     deterministic: the same bits for the same inputs and plan. Scratch: 2 * plan.num_parts * s_q * h_q * 513 fp32 values
-    whatever b is (about 35 MB on 132 SMs), nothing if num_parts is 1. There is no backward.
+    whatever b is (at most 35 MB on 132 SMs, for any s_q and h_q), nothing if num_parts is 1. There is no backward.
 
     Raises ValueError or TypeError naming the argument, what is needed and what came; NotImplementedError when the
     device's architecture has no kernel or the DSL cannot compile it. All of them before anything is launched.
