@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from mla_cute import emulator, jit
+from mla_cute.bench import KINDS, measure_write
 from mla_cute.cache_writer import write_kv_cache
 from mla_cute.emulator import Options
 from mla_cute.kv_cache import FORMATS, MODEL1, V32, quantize_by_torch, quantize_kv_cache
 from mla_cute.testing import assert_bitwise
 
-KINDS = [(V32, "pow2"), (V32, "amax"), (MODEL1, "pow2")]
 kinds = pytest.mark.parametrize(("fmt", "scales"), KINDS, ids=[f"{f.name}-{s}" for f, s in KINDS])
 POISON = 0xFF
 SCHEDULES = 4
@@ -586,23 +586,7 @@ def test_graph_capture(fmt, scales):
 @pytest.mark.gpu
 @kinds
 @pytest.mark.parametrize("n", [16384, 65536])
-def test_bandwidth(fmt, scales, n, capsys):
+def test_bandwidth(fmt, scales, n):
     """Beside a copy of as many bytes, cold L2, profiler times."""
-    from mla_cute.bench import kernel_times
-
-    latent = torch.randn(n, fmt.d_nope, device="cuda").to(torch.bfloat16)
-    rope = torch.randn(n, 64, device="cuda").to(torch.bfloat16)
-    pages = torch.randperm(2 * n // 64, device="cuda")[: n // 64]  # whole pages in any order, as after a long prefill
-    slots = (pages[:, None] * 64 + torch.arange(64, device="cuda")).flatten()
-    cache = torch.empty(2 * n // 64, 64, 1, fmt.bytes_per_token, dtype=torch.uint8, device="cuda")
-    num_bytes = n * (2 * fmt.d_qk + fmt.bytes_per_token + 8)
-    source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device="cuda")
-    copy = torch.empty_like(source)
-    ours = kernel_times(lambda: write_kv_cache(cache, latent, rope, slots, scales=scales), 30)["us"]
-    plain = kernel_times(lambda: copy.copy_(source), 30)["us"]
-    with capsys.disabled():
-        print(
-            f"\n{fmt.name} {scales} n={n}: {ours:.1f} us, {num_bytes / ours / 1e3:.0f} GB/s; "
-            f"a copy {plain:.1f} us, {num_bytes / plain / 1e3:.0f} GB/s: {plain / ours:.0%}"
-        )
-    assert plain / ours >= 0.7
+    record, _ = measure_write(fmt, scales, n)
+    assert record["copy_share"] >= 0.7, record
