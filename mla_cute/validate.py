@@ -24,6 +24,7 @@ D_QK, D_V = 576, 512  # V32's d_qk; d_v is the same in all formats
 ALIGN = 16  # bytes: what a TMA descriptor and a bulk copy ask of every address and stride of q, kv_cache and out
 WORD = 4  # bytes: what a load or store of one int32 or fp32 asks of the other addresses
 INT32_MAX = 2**31 - 1
+MAX_TOPK = 2**31 - 64  # whole blocks of 64 keys: the last position of the last block is an int32
 SCALE_MIN, SCALE_MAX = 2.0**-126, 3.4028234663852886e38  # normal fp32 numbers: the kernels take the scale as fp32
 _CACHE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)  # three names for one byte
 _MEMO_ENTRIES = 4096  # shapes of a long-running server: bounded, then forgotten and checked again
@@ -340,6 +341,8 @@ def _is_indices(name: str, indices: Any, topk: str, b: int, s_q: int) -> None:
         _no(name, f"shape must be [b, s_q, {topk}] with b {b}, s_q {s_q} of q", list(indices.shape))
     if indices.shape[2] < 1:
         _no(name, f"{topk} (dim 2) must be at least 1", indices.shape[2])
+    if indices.shape[2] > MAX_TOPK:
+        _no(name, f"{topk} (dim 2) must be at most {MAX_TOPK}", indices.shape[2])
     if indices.shape[2] > 1 and indices.stride(2) != 1:
         _no(name, "last dim must be contiguous (stride 1)", f"stride {indices.stride(2)}")
     _is_aligned_address(name, indices, WORD)
