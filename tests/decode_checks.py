@@ -5,7 +5,7 @@ import math
 import torch
 
 import mla_cute
-from mla_cute import jit, reference, schedule_kernel
+from mla_cute import jit, reference
 from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, assert_close
 
 
@@ -43,6 +43,8 @@ def poison_free_memory(num_bytes):
 
 def compile_kernels(cases, impl=None):
     """Every kernel that the cases need on the current GPU, in parallel processes: one after the other they take minutes."""
+    from mla_cute import schedule_kernel  # loads the DSL
+
     module = mla_cute.select_impl("cuda", impl)
     arch = jit.arch_of("cuda")
     jobs = [jit.Job(module, p, module.default_config(p), arch) for p in dict.fromkeys(case.problem for case in cases)]

@@ -17,7 +17,7 @@ import torch
 from decode_checks import compile_kernels, decode_and_check
 
 import mla_cute
-from mla_cute import combine, emulator, jit, reference, schedule
+from mla_cute import emulator, jit, reference, schedule
 from mla_cute.cache_writer import write_kv_cache
 from mla_cute.kv_cache import FORMATS, planes, quantize_kv_cache
 from mla_cute.target import target
@@ -150,7 +150,6 @@ def check_moved(x, case, backend=None, impl=None, **where):
     ref_out, ref_lse = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
     assert_close(out, ref_out, **SPARSE_DECODE_OUT, name="out")
     assert_close(lse, ref_lse, **SPARSE_DECODE_LSE, name="lse")
-    return y
 
 
 # ----- emulate --------------------------------------------------------------------------------------------------------
@@ -184,11 +183,10 @@ def test_emulated_kernel_on_large_addresses(name):
     with emulator.session(num_sms=3 * case.s_q * case.problem.head_tiles) as s:  # three parts
         x = make_inputs(case)
         plan = mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs(), backend="emulator")
-        y = check_moved(x, case, backend="emulator", **where, **rows)
+        check_moved(x, case, backend="emulator", **where, **rows)
     splits = plan.num_splits.diff()
     assert (splits == 1).any() and (splits > 1).any()
     assert s.findings == [] and len(s.grids) == 4  # two plans, the kernel, the combine
-    assert int(y.indices.max()) > 400
 
 
 @pytest.mark.emulate
@@ -472,7 +470,7 @@ FAR_ROWS = {
     "q and indices": {"q": (2**32 + 64, 2**31 + 640, 576, 1), "indices": (2**31 + 3, 2**30 + 1, 1)},
     "out and lse": {"out": (2**32 + 64, 2**31 + 512, 512, 1), "lse": (2**31 + 1, 2**30 + 1, 1)},
     "heads": {
-        **{"q": (2**21 + 8, 2**20 + 8, 2**26 + 72, 1), "out": (2**20 + 8, 2**21 + 8, 2**26 + 8, 1)},
+        **{"q": (2**21 + 8, 2**20 + 8, 2**26 + 72, 1), "out": (2**20 + 8, 2**23, 2**26 + 8, 1)},
         **{"indices": (2**20, 2**31 + 5, 1), "lse": (2**20, 2**31 + 128, 1)},
     },
 }
@@ -534,7 +532,7 @@ def test_large_cache(name, impl, room):
 @pytest.mark.parametrize("case", [V32_CASE, MODEL1_CASE], ids=["V32", "MODEL1"])
 def test_far_rows(case, name, impl, room):
     """Strides of requests, query tokens and heads past 2^31 and 2^32 elements; splits write through the combine."""
-    room(95 * GB)
+    room(70 * GB)
     x = make_inputs(dataclasses.replace(case, b=4), "cuda")
     plan = mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs(), impl=impl)
     splits = plan.num_splits.diff()
@@ -549,7 +547,7 @@ def test_many_rows(case, impl, room):
     """More than 2^32 bytes and elements of q and nearly as many of out, whichever dim brings them; every row is checked."""
     room(45 * GB)
     x = shared_cache_inputs(case, "cuda")
-    assert x.q.numel() > 2**32 and x.q.numel() // 576 * 512 > 2**32 - 2**17
+    assert x.q.numel() > 2**32 and case.b * case.s_q * 128 * 512 > 2**32 - 2**17
     check_all_rows(x, impl=impl)
 
 
@@ -593,6 +591,8 @@ def test_one_long_list(case, impl, room):
 @pytest.mark.gpu
 def test_large_combine(room):
     """Pieces that take more than 2^32 elements, 2^34 bytes."""
+    from mla_cute import combine
+
     room(45 * GB)
     kernel = jit.load(combine, Problem(h_q=128, has_attn_sink=True), None, jit.arch_of("cuda"))
     assert combine_in_slices(150, 20, 300, 192, 128, "cuda", kernel) > 2**32
