@@ -6,6 +6,7 @@ Scratch is not here: 2 P s_q h_q 513 values with P s_q head_tiles <= the SMs are
 takes any number of pieces and is here.
 """
 
+import contextlib
 import dataclasses
 import gc
 import math
@@ -436,6 +437,16 @@ def test_sizes_that_are_refused(sizes, message):
         check_sparse_decode(*args, **extra)
     with pytest.raises(ValueError, match=message):
         mla_cute.plan_decode(args[0], args[2], extra_indices=extra.get("extra_indices"))
+
+
+@pytest.mark.parametrize("name", ["q", "out"])
+def test_strides_past_a_tma_descriptor(name):
+    x = make_inputs(Case(b=2, h_q=5, s_kv=60, topk=60))
+    for stride, message in ((2**39 - 8, None), (2**39, f"^{name}: stride of dim 0 must be below 2\\*\\*40 bytes, got {2**39} el")):
+        y, out, lse = moved(x, Case(), **{name: (stride, 2**20, 2**12, 1)})
+        context = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+        with context:
+            check_sparse_decode(y.q, y.kv_cache, y.indices, out=out, lse=lse)
 
 
 # The largest batch that the planner's 32-bit costs count: 2 * 6 b + 132 parts + 5 < 2^31 - 1, with one block a request.
