@@ -17,7 +17,7 @@ import torch
 
 from . import reference
 from .target import Target, target
-from .validate import FORMATS, INT32_MAX, MAX_HEADS, MAX_S_Q, Problem, check_dense, check_int
+from .validate import FORMATS, INT32_MAX, MAX_HEADS, MAX_S_Q, MAX_TOPK, Problem, check_dense, check_int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,7 +132,8 @@ def plan_decode(
     CUDA graph (after a first call, which compiles): a replay plans anew, from the lengths it finds. With
     impl=mla_cute.reference the plan is made on the host, and on a GPU the call waits for the lengths.
 
-    Raises ValueError or TypeError naming the argument, NotImplementedError for a device without a kernel.
+    Raises ValueError or TypeError naming the argument, NotImplementedError for a device without a kernel. The planner's
+    kernel counts costs in 32 bits: b * (blocks of topk and extra_topk + fixed_overhead_blocks) must be below about 2**30.
     """
     b, s_q, h_q, d_qk, topk, extra_topk = _check(q, indices, topk_length, extra_indices, extra_topk_length)
     device, has_topk_length, has_extra_topk_length = q.device, topk_length is not None, extra_topk_length is not None
@@ -227,6 +228,8 @@ def _check(q, indices, topk_length, extra_indices, extra_topk_length) -> tuple[i
         if t is not None and (t.shape[:2] != (b, s_q) or t.shape[2] < 1):
             needed = f"shape must be [b, s_q, {topk}] = [{b}, {s_q}, 1 or more]"
             raise ValueError(f"{name}: {needed}, got {list(t.shape)}")
+        if t is not None and t.shape[2] > MAX_TOPK:
+            raise ValueError(f"{name}: {topk} (dim 2) must be at most {MAX_TOPK}, got {t.shape[2]}")
     for name, t in (("topk_length", topk_length), ("extra_topk_length", extra_topk_length)):
         if t is not None and t.dtype != torch.int32:
             raise TypeError(f"{name}: dtype must be int32, got {t.dtype}")

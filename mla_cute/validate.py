@@ -24,6 +24,8 @@ D_QK, D_V = 576, 512  # V32's d_qk; d_v is the same in all formats
 ALIGN = 16  # bytes: what a TMA descriptor and a bulk copy ask of every address and stride of q, kv_cache and out
 WORD = 4  # bytes: what a load or store of one int32 or fp32 asks of the other addresses
 INT32_MAX = 2**31 - 1
+TMA_REACH = 2**40  # bytes: a stride of q or out must be less
+MAX_TOPK = 2**31 - 64  # whole blocks of 64 keys: the last position of the last block is an int32
 SCALE_MIN, SCALE_MAX = 2.0**-126, 3.4028234663852886e38  # normal fp32 numbers: the kernels take the scale as fp32
 _CACHE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)  # three names for one byte
 _MEMO_ENTRIES = 4096  # shapes of a long-running server: bounded, then forgotten and checked again
@@ -340,6 +342,8 @@ def _is_indices(name: str, indices: Any, topk: str, b: int, s_q: int) -> None:
         _no(name, f"shape must be [b, s_q, {topk}] with b {b}, s_q {s_q} of q", list(indices.shape))
     if indices.shape[2] < 1:
         _no(name, f"{topk} (dim 2) must be at least 1", indices.shape[2])
+    if indices.shape[2] > MAX_TOPK:
+        _no(name, f"{topk} (dim 2) must be at most {MAX_TOPK}", indices.shape[2])
     if indices.shape[2] > 1 and indices.stride(2) != 1:
         _no(name, "last dim must be contiguous (stride 1)", f"stride {indices.stride(2)}")
     _is_aligned_address(name, indices, WORD)
@@ -377,7 +381,7 @@ def _is_tensor(name: str, t: Any, dtypes: tuple[torch.dtype, ...], dims: tuple[s
 
 
 def _is_aligned(name: str, t: torch.Tensor) -> None:
-    """Last dim contiguous; address and the strides that are walked (dims of size > 1) multiples of 16 bytes."""
+    """Last dim contiguous; address and the strides that are walked (dims of size > 1) multiples of 16 bytes, and a TMA's."""
     if t.stride(-1) != 1:
         _no(name, "last dim must be contiguous (stride 1)", f"stride {t.stride(-1)}")
     size = t.element_size()
@@ -388,6 +392,8 @@ def _is_aligned(name: str, t: torch.Tensor) -> None:
                 f"stride of dim {i} must be a multiple of {ALIGN} bytes ({ALIGN // size} elements)",
                 f"{t.stride(i)} elements",
             )
+        if t.shape[i] > 1 and t.stride(i) * size >= TMA_REACH:  # the descriptor would drop its upper bits
+            _no(name, f"stride of dim {i} must be below 2**40 bytes", f"{t.stride(i)} elements")
     _is_aligned_address(name, t)
 
 
