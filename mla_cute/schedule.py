@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from . import reference
 from .target import Target, target
@@ -134,27 +135,22 @@ def plan_decode(
 
     Raises ValueError or TypeError naming the argument, NotImplementedError for a device without a kernel.
     """
-    b, s_q, h_q, d_qk, topk, extra_topk = _check(q, indices, topk_length, extra_indices, extra_topk_length)
-    device, has_topk_length, has_extra_topk_length = q.device, topk_length is not None, extra_topk_length is not None
-    problem = Problem(
-        h_q=h_q,
-        d_qk=d_qk,
-        kv_format=next((fmt.name for fmt in FORMATS.values() if fmt.d_qk == d_qk), Problem.kv_format),
-        has_topk_length=has_topk_length,
-        has_extra=extra_topk > 0,
-        has_extra_topk_length=has_extra_topk_length,
-    )
-    from .interface import check_config, select_impl  # not at the top: interface imports this module
+    if is_compiling():  # traced for a graph, which holds an op in the call's place
+        from . import torch_ops
 
-    where = target(device, backend)
-    impl = select_impl(device, impl, backend)
-    if config is None:
-        config = impl.default_config(problem)
-    check_config(impl, config)
-    config.check(problem)
-
-    num_parts = config.num_parts(problem, s_q, where.num_sms)
-    tile_n, overhead = config.tile_n, config.fixed_overhead_blocks
+        return torch_ops.plan_decode(
+            q,
+            indices,
+            topk_length=topk_length,
+            extra_indices=extra_indices,
+            extra_topk_length=extra_topk_length,
+            config=config,
+            impl=impl,
+            backend=backend,
+        )
+    choice = choose(q, indices, topk_length, extra_indices, extra_topk_length, config, impl, backend)
+    b, s_q, h_q, topk, extra_topk, where, impl, config, num_parts = choice
+    tile_n, overhead, device = config.tile_n, config.fixed_overhead_blocks, q.device
     extra = {"extra_topk": extra_topk, "extra_topk_length": extra_topk_length}
     if where.arch != "cpu" and impl is not reference:  # the reference also serves GPUs that the planner's kernel does not
         lengths = b, topk, topk_length
@@ -164,9 +160,39 @@ def plan_decode(
         metadata, num_splits = reference.plan(keys, num_parts, tile_n=tile_n, fixed_overhead_blocks=overhead)
         metadata, num_splits = metadata.to(device), num_splits.to(device)
     return DecodePlan(
-        *(b, s_q, h_q, topk, has_topk_length, extra_topk, has_extra_topk_length),
+        *(b, s_q, h_q, topk, topk_length is not None, extra_topk, extra_topk_length is not None),
         *(num_parts, tile_n, overhead, config, metadata, num_splits),
     )
+
+
+def problem_of(
+    h_q: int, d_qk: int, has_topk_length: bool, has_extra: bool, has_extra_topk_length: bool
+) -> Problem:
+    """As far as a plan's arguments tell."""
+    return Problem(
+        h_q=h_q,
+        d_qk=d_qk,
+        kv_format=next((fmt.name for fmt in FORMATS.values() if fmt.d_qk == d_qk), Problem.kv_format),
+        has_topk_length=has_topk_length,
+        has_extra=has_extra,
+        has_extra_topk_length=has_extra_topk_length,
+    )
+
+
+def choose(q, indices, topk_length, extra_indices, extra_topk_length, config, impl, backend) -> tuple:
+    """What `plan_decode` knows before it plans: (b, s_q, h_q, topk, extra_topk, where, impl, config, num_parts)."""
+    b, s_q, h_q, d_qk, topk, extra_topk = _check(q, indices, topk_length, extra_indices, extra_topk_length)
+    has = topk_length is not None, extra_indices is not None, extra_topk_length is not None
+    problem = problem_of(h_q, d_qk, *has)
+    from .interface import check_config, select_impl  # not at the top: interface imports this module
+
+    where = target(q.device, backend)
+    impl = select_impl(q.device, impl, backend)
+    if config is None:
+        config = impl.default_config(problem)
+    check_config(impl, config)
+    config.check(problem)
+    return b, s_q, h_q, topk, extra_topk, where, impl, config, config.num_parts(problem, s_q, where.num_sms)
 
 
 def _plan_by_kernel(
