@@ -133,7 +133,7 @@ def sparse_decode(
     ready = _ready
     if (
         ready.problem is not problem
-        or ready.plan is not plan
+        or (ready.plan is not plan and (plan is None or ready.plan_kind is not getattr(plan, "kind", None)))
         or ready.config is not config
         or ready.impl is not impl
         or ready.compile is not ready.module.compile  # reloaded
@@ -186,6 +186,7 @@ class _Ready(NamedTuple):
 
     problem: Problem | None = None  # this very object: one per metadata of the tensors, so it stands for all of that
     plan: DecodePlan | None = None
+    plan_kind: object = None  # every plan of this kind will do
     config: Any = None
     impl: ModuleType | None = None
     module: ModuleType | None = None
@@ -240,6 +241,7 @@ def _prepare(problem, plan, config, impl, backend, q, indices, extra_indices) ->
     made = _Ready(
         problem,
         plan,
+        None if plan is None else plan.kind,
         config,
         impl,
         module,

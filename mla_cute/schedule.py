@@ -10,11 +10,14 @@ the device.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from . import reference
 from .target import Target, target
@@ -44,6 +47,8 @@ class DecodePlan:
 
     def __post_init__(self) -> None:
         """Kernels trust these: raise ValueError naming the field where one cannot be a plan's."""
+        if is_compiling():  # for a graph, whose op makes the plan again
+            return
         check_int("num_parts", self.num_parts)
         if self.num_parts < 1:
             raise ValueError(f"num_parts: must be at least 1, got {self.num_parts}")
@@ -62,6 +67,20 @@ class DecodePlan:
     @property
     def device(self) -> torch.device:
         return self.metadata.device
+
+    @functools.cached_property
+    def kind(self) -> object:
+        """One object for all plans that differ in their tensors alone: what one of them fits, the others fit."""
+        key = (
+            *(self.b, self.s_q, self.h_q, self.topk, self.has_topk_length, self.extra_topk, self.has_extra_topk_length),
+            *(self.num_parts, self.config, self.device),
+        )
+        if len(_kinds) >= _MAX_KINDS:
+            _kinds.clear()
+        try:
+            return _kinds.setdefault(key, key)
+        except TypeError:  # a config that does not hash
+            return key
 
     def check(
         self,
@@ -99,6 +118,41 @@ class DecodePlan:
                     f"plan: was made with config.{name} {getattr(self, name)}, got a call with {getattr(config, name)}"
                 )
         raise ValueError(f"plan: was made with config {self.config}, got a call with {config}")
+
+
+_kinds: dict[tuple, tuple] = {}
+_MAX_KINDS = 4096  # a long-running server has many shapes: then forgotten, and new objects
+
+
+# torch.export takes apart what goes in and comes out. torch_ops is imported when that happens.
+
+
+def _flatten(plan: DecodePlan) -> tuple[list, tuple]:
+    from . import torch_ops
+
+    return torch_ops.flatten(plan)
+
+
+def _flatten_with_keys(plan: DecodePlan) -> tuple[list, tuple]:
+    children, context = _flatten(plan)
+    return [(GetAttrKey(name), child) for name, child in zip(("metadata", "num_splits"), children)], context
+
+
+def _unflatten(children: Iterable, context: tuple) -> DecodePlan:
+    from . import torch_ops
+
+    return torch_ops.unflatten(children, context)
+
+
+register_pytree_node(
+    DecodePlan,
+    _flatten,
+    _unflatten,
+    serialized_type_name="mla_cute.DecodePlan",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+    flatten_with_keys_fn=_flatten_with_keys,
+)
 
 
 def plan_decode(

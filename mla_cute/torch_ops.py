@@ -13,13 +13,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import importlib
 import operator
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import cache_writer, interface, schedule
 from .kv_cache import FORMATS, check_format
@@ -57,7 +58,8 @@ def sparse_decode(q, kv_cache, indices, *, plan, config, impl, backend, out, lse
             raise TypeError(f"plan: must be a mla_cute.DecodePlan, got {type(plan).__name__}")
         options["plan_metadata"], options["plan_num_splits"] = plan.metadata, plan.num_splits
         options["plan_shape"] = [
-            *(plan.b, plan.s_q, plan.h_q, plan.topk, 1 if plan.has_topk_length else 0),
+            plan.num_splits.shape[0] - 1,  # b, as a symbol where the batch is one
+            *(plan.s_q, plan.h_q, plan.topk, 1 if plan.has_topk_length else 0),
             *(plan.extra_topk, 1 if plan.has_extra_topk_length else 0),
         ]
         options["plan_config"] = _text_of("plan.config", plan.config)
@@ -162,6 +164,48 @@ def _config_of(text: str, kind: type) -> Any:
     return config
 
 
+def flatten(plan: DecodePlan) -> tuple[list[torch.Tensor], tuple]:
+    """Tensors, and what their shapes do not say."""
+    return [plan.metadata, plan.num_splits], (
+        *(plan.s_q, plan.h_q, plan.topk, plan.has_topk_length, plan.extra_topk, plan.has_extra_topk_length),
+        _text_of("plan.config", plan.config),
+    )
+
+
+def unflatten(children: Iterable, context: tuple) -> DecodePlan:
+    metadata, num_splits = children
+    s_q, h_q, topk, has_topk_length, extra_topk, has_extra_topk_length, text = context
+    config = _config_named(text)
+    whole = isinstance(metadata, torch.Tensor) and isinstance(num_splits, torch.Tensor)
+    fields = {
+        "b": num_splits.shape[0] - 1 if whole else None,
+        "s_q": s_q,
+        "h_q": h_q,
+        "topk": topk,
+        "has_topk_length": has_topk_length,
+        "extra_topk": extra_topk,
+        "has_extra_topk_length": has_extra_topk_length,
+        "num_parts": metadata.shape[0] if whole else None,
+        "tile_n": config.tile_n,
+        "fixed_overhead_blocks": config.fixed_overhead_blocks,
+        "config": config,
+        "metadata": metadata,
+        "num_splits": num_splits,
+    }
+    if whole:
+        return DecodePlan(**fields)
+    plan = object.__new__(DecodePlan)  # not checked: torch puts other things into the places of the tensors too
+    for name, value in fields.items():
+        object.__setattr__(plan, name, value)
+    return plan
+
+
+@torch.compiler.assume_constant_result
+def _config_named(text: str) -> Any:
+    module, _, name = text.partition("{")[0].rpartition(".")
+    return _config_of(text, getattr(importlib.import_module(module), name))
+
+
 # ----- the ops --------------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +292,8 @@ def _fake_sparse_decode_out(
     scale = softmax_scale if isinstance(softmax_scale, (int, float)) else None  # a symbol is looked at when it has a value
     check_metadata(q, kv_cache, indices, scale, topk_length, attn_sink, extra, out, lse)
     if plan_shape is not None:
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads sympy
+
         call = {
             **{"b": q.shape[0], "s_q": q.shape[1], "h_q": q.shape[2], "topk": indices.shape[2]},
             "has_topk_length": topk_length is not None,
