@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_compiling
 
 from .kv_cache import CACHE_DTYPES, FORMATS, KVFormat, check_format, planes, quantize_kv_cache
-from .target import target
+from .target import is_traced, target
 from .validate import ALIGN, INT32_MAX, check_dense, check_writable, num_bytes_of
 
 MAX_TOKENS = 2**30  # of a call: the kernel counts them in 32 bits
@@ -50,7 +50,7 @@ def write_kv_cache(
 
     Raises ValueError or TypeError naming the argument, what is needed and what came, before anything is written.
     """
-    if is_compiling():  # traced for a graph, which holds an op in the call's place
+    if is_compiling() and is_traced(kv_cache):
         from . import torch_ops
 
         return torch_ops.write_kv_cache(

@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 
 from .interface import sparse_decode
 from .schedule import DecodePlan, plan_decode
+from .target import is_traced
 from .validate import D_QK, D_V, INT32_MAX, MAX_HEADS, MAX_S_Q, check_dense, check_sparse_decode
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
@@ -217,7 +218,7 @@ def flash_mla_with_kvcache(
         return out, lse.transpose(1, 2)
     plan = None if meta is None else meta._plan_in_use()
     if plan is None:
-        if not is_compiling():  # else each op of the graph checks its own arguments
+        if not (is_compiling() and is_traced(q)):  # where each op of the graph checks its own arguments
             check_sparse_decode(q, k_cache, indices, **options)  # before the planner is launched
         plan = plan_decode(q, indices, **plan_options)
         if meta is None and tile_scheduler_metadata.shape[0] < plan.num_parts:

@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 
 from . import jit
 from .schedule import DecodePlan, plan_decode
-from .target import DEFAULT_BACKEND, arch_of, target
+from .target import DEFAULT_BACKEND, arch_of, is_traced, target
 from .validate import Problem, check_sparse_decode
 
 IMPL_NAMES = ("Config", "default_config", "compile")  # what makes a module an implementation
@@ -93,7 +93,7 @@ def sparse_decode(
 
     The op, the cache format and the plan are those of DeepSeek's FlashMLA (`flash_mla_with_kvcache` with indices).
     """
-    if is_compiling():  # traced for a graph, which holds an op in the call's place (0.06 us)
+    if is_compiling() and is_traced(q):
         from . import torch_ops
 
         return torch_ops.sparse_decode(
@@ -341,4 +341,4 @@ def _import_file(name: str) -> ModuleType:
         return sys.modules[module_name]
 
 
-_import_lock = threading.RLock()  # a file being imported stands in sys.modules before it is whole
+_import_lock = jit.kept_over_fork(threading.RLock())  # a file being imported stands in sys.modules before it is whole

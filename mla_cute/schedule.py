@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from . import reference
-from .target import Target, target
+from .target import Target, is_traced, target
 from .validate import FORMATS, INT32_MAX, MAX_HEADS, MAX_S_Q, Problem, check_dense, check_int
 
 
@@ -47,7 +47,7 @@ class DecodePlan:
 
     def __post_init__(self) -> None:
         """Kernels trust these: raise ValueError naming the field where one cannot be a plan's."""
-        if is_compiling():  # for a graph, whose op makes the plan again
+        if is_compiling() and is_traced(self.metadata):  # the op makes the plan again when the graph runs
             return
         check_int("num_parts", self.num_parts)
         if self.num_parts < 1:
@@ -189,7 +189,7 @@ def plan_decode(
 
     Raises ValueError or TypeError naming the argument, NotImplementedError for a device without a kernel.
     """
-    if is_compiling():  # traced for a graph, which holds an op in the call's place
+    if is_compiling() and is_traced(q):
         from . import torch_ops
 
         return torch_ops.plan_decode(

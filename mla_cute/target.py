@@ -51,6 +51,20 @@ def target(device: torch.device, backend: str | None = None) -> Target:
     return Target(session.arch, session.num_sms, run.load, run.empty, session.admit)
 
 
+def is_traced(t: object) -> bool:
+    """Whether a call with this tensor is being traced, for a graph that will hold an op in its place.
+
+    Ask where `torch.compiler.is_compiling()` says yes: that holds for the whole process, so for another thread's call while
+    one thread compiles, and for calls with real tensors that a compiler makes itself.
+    """
+    if torch.compiler.is_dynamo_compiling():  # in Dynamo's eyes; False when it is called
+        return True
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(t, (FakeTensor, FunctionalTensor))  # torch.export without Dynamo
+
+
 def arch_of(device: torch.device, backend: str | None = None) -> str:
     """The architecture alone: also of a device that has no kernel."""
     backend = DEFAULT_BACKEND if backend is None else backend

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import cache_writer, interface, schedule
 from .kv_cache import FORMATS, check_format
@@ -153,14 +154,14 @@ def _literal(name: str, field: str, value: Any) -> Any:
 
 
 @functools.lru_cache(64)
-def _config_of(text: str, kind: type) -> Any:
+def _config_of(name: str, text: str, kind: type) -> Any:
     """The config that `_text_of` wrote down, of the class that an implementation takes."""
     written, _, fields = text.partition("{")
     if written != f"{kind.__module__}.{kind.__qualname__}":
-        raise TypeError(f"config: must be a {kind.__module__}.{kind.__qualname__}, got a {written}")
+        raise TypeError(f"{name}: must be a {kind.__module__}.{kind.__qualname__}, got a {written}")
     config = kind(**ast.literal_eval("{" + fields))
-    if _text_of("config", config) != text:
-        raise ValueError(f"config: under torch.compile it must be equal to one made from its fields, got {text}")
+    if _text_of(name, config) != text:
+        raise ValueError(f"{name}: under torch.compile it must be equal to one made from its fields, got {text}")
     return config
 
 
@@ -203,7 +204,7 @@ def unflatten(children: Iterable, context: tuple) -> DecodePlan:
 @torch.compiler.assume_constant_result
 def _config_named(text: str) -> Any:
     module, _, name = text.partition("{")[0].rpartition(".")
-    return _config_of(text, getattr(importlib.import_module(module), name))
+    return _config_of("plan.config", text, getattr(importlib.import_module(module), name))
 
 
 # ----- the ops --------------------------------------------------------------------------------------------------------
@@ -223,19 +224,18 @@ def _sparse_decode(
     backend=None,
     **options,
 ):
-    kind = None
-    if config is not None or plan_config is not None:
-        kind = interface.select_impl(q.device, impl, backend).Config
     plan = None
+    if config is not None or plan_metadata is not None:
+        kind = interface.select_impl(q.device, impl, backend).Config
     if plan_metadata is not None:
         b, s_q, h_q, topk, has_topk_length, extra_topk, has_extra_topk_length = plan_shape
-        made_with = _config_of(plan_config, kind)
+        made_with = _config_of("plan.config", plan_config, kind)
         plan = DecodePlan(
             *(b, s_q, h_q, topk, bool(has_topk_length), extra_topk, bool(has_extra_topk_length)),
             *(plan_metadata.shape[0], made_with.tile_n, made_with.fixed_overhead_blocks, made_with),
             *(plan_metadata, plan_num_splits),
         )
-    config = None if config is None else _config_of(config, kind)
+    config = None if config is None else _config_of("config", config, kind)
     how = {"plan": plan, "config": config, "impl": impl, "backend": backend}
     return interface.sparse_decode(q, kv_cache, indices, **options, **how)
 
@@ -246,7 +246,7 @@ def _sparse_decode_out(q, kv_cache, indices, out, lse, **options) -> None:
 
 def _plan_decode(q, indices, *, config=None, impl=None, backend=None, **lengths):
     if config is not None:
-        config = _config_of(config, interface.select_impl(q.device, impl, backend).Config)
+        config = _config_of("config", config, interface.select_impl(q.device, impl, backend).Config)
     plan = schedule.plan_decode(q, indices, **lengths, config=config, impl=impl, backend=backend)
     return plan.metadata, plan.num_splits
 
@@ -292,8 +292,6 @@ def _fake_sparse_decode_out(
     scale = softmax_scale if isinstance(softmax_scale, (int, float)) else None  # a symbol is looked at when it has a value
     check_metadata(q, kv_cache, indices, scale, topk_length, attn_sink, extra, out, lse)
     if plan_shape is not None:
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads sympy
-
         call = {
             **{"b": q.shape[0], "s_q": q.shape[1], "h_q": q.shape[2], "topk": indices.shape[2]},
             "has_topk_length": topk_length is not None,
@@ -318,7 +316,7 @@ def _fake_plan_decode(
     backend=None,
 ):
     if config is not None:
-        config = _config_of(config, interface.select_impl(q.device, impl, backend).Config)
+        config = _config_of("config", config, interface.select_impl(q.device, impl, backend).Config)
     *_, num_parts = schedule.choose(
         q, indices, topk_length, extra_indices, extra_topk_length, config, impl, backend
     )
