@@ -46,7 +46,7 @@ def write_kv_cache(
     The record is bit for bit that of `quantize_kv_cache` on the CPU, NaN and Inf included, and of MODEL1's scales the
     padding byte is written 0. Work is queued on torch's current stream of the tensors' device; nothing is allocated, and
     the call may be captured in a CUDA graph after a first call outside one, which compiles: latent, rope and slots are read
-    anew at every replay. There is no backward.
+    anew at every replay. In torch.compile and torch.export it is an op that writes kv_cache in place. There is no backward.
 
     Raises ValueError or TypeError naming the argument, what is needed and what came, before anything is written.
     """

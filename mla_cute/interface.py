@@ -88,6 +88,9 @@ def sparse_decode(
     deterministic: the same bits for the same inputs and plan. Scratch: 2 * plan.num_parts * s_q * h_q * 513 fp32 values
     whatever b is (about 35 MB on 132 SMs), nothing if num_parts is 1. There is no backward.
 
+    torch.compile(fullgraph=True) and torch.export make an op of the call, torch.ops.mla_cute.sparse_decode (see torch_ops).
+    There `impl` must be importable by its name, and the fields of `config` ints, bools, strings, None or tuples of them.
+
     Raises ValueError or TypeError naming the argument, what is needed and what came; NotImplementedError when the
     device's architecture has no kernel or the DSL cannot compile it. All of them before anything is launched.
 

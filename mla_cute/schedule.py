@@ -170,7 +170,9 @@ def plan_decode(
 
     A plan holds for every call with the same b, s_q, h_q, topk, extra_topk, device and config whose `topk_length` and
     `extra_topk_length` have the same values, whatever q and indices contain: the layers of a model share one. Without
-    lengths it holds as long as the shapes do.
+    lengths it holds as long as the shapes do. A call with other values than its plan's gives wrong results, and nobody
+    notices: the values are on the device, and torch's count of a tensor's in-place changes misses those of kernels and of
+    a graph's replays, and counts those of other slices of the same buffer.
 
     Args:
         q: [b, s_q, h_q, d_qk]; only its shape and device matter.
@@ -184,7 +186,8 @@ def plan_decode(
         backend: as in `sparse_decode`.
 
     Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a
-    CUDA graph (after a first call, which compiles): a replay plans anew, from the lengths it finds. With
+    CUDA graph (after a first call, which compiles): a replay plans anew, from the lengths it finds. A call captured with a
+    plan made outside is replayed with that plan: indices and keys may be others then, lengths may not. With
     impl=mla_cute.reference the plan is made on the host, and on a GPU the call waits for the lengths.
 
     Raises ValueError or TypeError naming the argument, NotImplementedError for a device without a kernel.
@@ -219,9 +222,7 @@ def plan_decode(
     )
 
 
-def problem_of(
-    h_q: int, d_qk: int, has_topk_length: bool, has_extra: bool, has_extra_topk_length: bool
-) -> Problem:
+def problem_of(h_q: int, d_qk: int, has_topk_length: bool, has_extra: bool, has_extra_topk_length: bool) -> Problem:
     """As far as a plan's arguments tell."""
     return Problem(
         h_q=h_q,

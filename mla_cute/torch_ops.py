@@ -289,7 +289,8 @@ def _fake_sparse_decode_out(
     **_,
 ) -> None:
     extra = extra_kv_cache, extra_indices, extra_topk_length
-    scale = softmax_scale if isinstance(softmax_scale, (int, float)) else None  # a symbol is looked at when it has a value
+    # A symbol in its place is looked at when it has a value.
+    scale = softmax_scale if isinstance(softmax_scale, (int, float)) else None
     check_metadata(q, kv_cache, indices, scale, topk_length, attn_sink, extra, out, lse)
     if plan_shape is not None:
         call = {
@@ -317,9 +318,7 @@ def _fake_plan_decode(
 ):
     if config is not None:
         config = _config_of("config", config, interface.select_impl(q.device, impl, backend).Config)
-    *_, num_parts = schedule.choose(
-        q, indices, topk_length, extra_indices, extra_topk_length, config, impl, backend
-    )
+    *_, num_parts = schedule.choose(q, indices, topk_length, extra_indices, extra_topk_length, config, impl, backend)
     metadata = torch.empty((num_parts, 8), dtype=torch.int32, device=q.device)
     return metadata, torch.empty((q.shape[0] + 1,), dtype=torch.int32, device=q.device)
 
