@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .kv_cache import CACHE_DTYPES, FORMATS, KVFormat, check_format, planes, quantize_kv_cache
 from .target import is_traced, target
@@ -50,7 +50,7 @@ def write_kv_cache(
 
     Raises ValueError or TypeError naming the argument, what is needed and what came, before anything is written.
     """
-    if is_compiling() and is_traced(kv_cache):
+    if is_dynamo_compiling() or is_traced(kv_cache):  # an op of a graph
         from . import torch_ops
 
         return torch_ops.write_kv_cache(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import NoReturn
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .interface import sparse_decode
 from .schedule import DecodePlan, plan_decode
@@ -218,7 +218,7 @@ def flash_mla_with_kvcache(
         return out, lse.transpose(1, 2)
     plan = None if meta is None else meta._plan_in_use()
     if plan is None:
-        if not (is_compiling() and is_traced(q)):  # where each op of the graph checks its own arguments
+        if not (is_dynamo_compiling() or is_traced(q)):  # for a graph, whose ops check their own arguments
             check_sparse_decode(q, k_cache, indices, **options)  # before the planner is launched
         plan = plan_decode(q, indices, **plan_options)
         if meta is None and tile_scheduler_metadata.shape[0] < plan.num_parts:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from . import jit
 from .schedule import DecodePlan, plan_decode
@@ -96,7 +96,7 @@ def sparse_decode(
 
     The op, the cache format and the plan are those of DeepSeek's FlashMLA (`flash_mla_with_kvcache` with indices).
     """
-    if is_compiling() and is_traced(q):
+    if is_dynamo_compiling() or (type(q) is not torch.Tensor and is_traced(q)):  # an op of a graph
         from . import torch_ops
 
         return torch_ops.sparse_decode(

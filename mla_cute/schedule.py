@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from . import reference
@@ -47,7 +47,7 @@ class DecodePlan:
 
     def __post_init__(self) -> None:
         """Kernels trust these: raise ValueError naming the field where one cannot be a plan's."""
-        if is_compiling() and is_traced(self.metadata):  # the op makes the plan again when the graph runs
+        if is_dynamo_compiling() or is_traced(self.metadata):  # the op makes the plan again when the graph runs
             return
         check_int("num_parts", self.num_parts)
         if self.num_parts < 1:
@@ -192,7 +192,7 @@ def plan_decode(
 
     Raises ValueError or TypeError naming the argument, NotImplementedError for a device without a kernel.
     """
-    if is_compiling() and is_traced(q):
+    if is_dynamo_compiling() or is_traced(q):  # an op of a graph
         from . import torch_ops
 
         return torch_ops.plan_decode(

@@ -287,7 +287,7 @@ def test_write(fmt, dtype):
 
 
 def test_calls_while_another_thread_compiles():
-    """torch says "compiling" to the whole process: these have real tensors, and are made, not traced."""
+    """torch.compiler.is_compiling() may say so to the whole process: these have real tensors, and are made, not traced."""
     compiling, done = threading.Event(), threading.Event()
 
     def slow(graph, _):
@@ -312,6 +312,26 @@ def test_calls_while_another_thread_compiles():
     assert_bitwise(out, expected[0], name="out")
     assert_bitwise(lse, expected[1], name="lse")
     assert not cache[..., :512].any()
+
+
+def test_fake_tensors():
+    """Shapes without a compiler, as for a memory estimate."""
+    x = make_inputs(EXTRA)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = {
+            field.name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for field in dataclasses.fields(x)
+            for value in [getattr(x, field.name)]
+        }
+        fake = dataclasses.replace(x, **fakes)
+        plan = make_plan(fake)
+        out, lse = decode(fake, plan)
+        with pytest.raises(ValueError, match="indices: shape must be"):
+            mla_cute.sparse_decode(fake.q, fake.kv_cache, fake.indices[:2])
+    expected = decode(x)
+    for ours, theirs in ((out, expected[0]), (lse, expected[1]), (plan.metadata, make_plan(x).metadata)):
+        assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+        assert isinstance(ours, torch._subclasses.FakeTensor)
 
 
 @pytest.mark.emulate
@@ -355,7 +375,9 @@ def test_flash_mla():
 
     def form_of_2025(x):
         b, s_q, h_q, _ = x.q.shape
-        return call_flash_mla(x, *flash_mla.get_mla_metadata(x.topk_length, s_q * h_q, 1, h_q, True, x.indices.shape[2]))
+        return call_flash_mla(
+            x, *flash_mla.get_mla_metadata(x.topk_length, s_q * h_q, 1, h_q, True, x.indices.shape[2])
+        )
 
     for out, lse in (*compiled(two_layers)(x), compiled(form_of_2025)(x)):
         assert_bitwise(out, expected[0], name="out")
@@ -390,10 +412,16 @@ REFUSED = [
     ({"plan": lambda x: (1, 2)}, "plan: must be a mla_cute.DecodePlan, got tuple"),
     ({"plan": make_plan}, "plan: was made for has_topk_length True, got a call with has_topk_length False"),
     ({"config": lambda x: {"tile_n": 64}}, "config: under torch.compile it must be a dataclass, got dict"),
-    ({"config": lambda x: _WithFloat()}, "config.share: under torch.compile it must be an int, a bool, a str, None or a"),
+    (
+        {"config": lambda x: _WithFloat()},
+        "config.share: under torch.compile it must be an int, a bool, a str, None or a",
+    ),
     ({"config": lambda x: reference.Config(tile_n=0)}, "tile_n: must be at least 1, got 0"),
     ({"impl": lambda x: "no_such_module"}, "impl: must be an importable module or the path of a .py file"),
-    ({"impl": lambda x: _unimportable()}, "impl: under torch.compile it must be importable by its name, got nowhere_to_"),
+    (
+        {"impl": lambda x: _unimportable()},
+        "impl: under torch.compile it must be importable by its name, got nowhere_to_",
+    ),
     ({"backend": lambda x: "gpu"}, 'backend: must be None or "emulator", got '),
 ]
 
