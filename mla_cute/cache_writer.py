@@ -10,9 +10,10 @@ import re
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .kv_cache import CACHE_DTYPES, FORMATS, KVFormat, check_format, new_cache, planes, quantize_by_torch
-from .target import Target, target
+from .target import Target, is_traced, target
 from .validate import ALIGN, INT32_MAX, check_dense, check_writable, num_bytes_of
 
 MAX_TOKENS = 2**30  # of a call: the kernel counts them in 32 bits
@@ -47,10 +48,16 @@ def write_kv_cache(
     The record is bit for bit that of `quantize_kv_cache` on the CPU, NaN and Inf included, and of MODEL1's scales the
     padding byte is written 0. Work is queued on torch's current stream of the tensors' device; nothing is allocated, and
     the call may be captured in a CUDA graph after a first call outside one, which compiles: latent, rope and slots are read
-    anew at every replay. There is no backward.
+    anew at every replay. In torch.compile and torch.export it is an op that writes kv_cache in place. There is no backward.
 
     Raises ValueError or TypeError naming the argument, what is needed and what came, before anything is written.
     """
+    if is_dynamo_compiling() or is_traced(kv_cache):  # an op of a graph
+        from . import torch_ops
+
+        return torch_ops.write_kv_cache(
+            kv_cache, latent, rope, slots, kv_format=kv_format, scales=scales, backend=backend
+        )
     passed = _check(kv_cache, latent, rope, slots, kv_format, scales)
     if passed.is_empty:
         return
@@ -128,7 +135,7 @@ def _check(kv_cache, latent, rope, slots, kv_format, scales) -> _Passed:
     except (AttributeError, TypeError, RuntimeError):
         key = passed = None  # something is no tensor, or has no strides: the checks say what
     if passed is None:
-        passed = _check_metadata(kv_cache, latent, rope, slots, kv_format, scales)
+        passed = check_metadata(kv_cache, latent, rope, slots, kv_format, scales)
         if len(_passed) >= _MEMO_ENTRIES:
             _passed.clear()
         if key is not None:
@@ -144,15 +151,20 @@ def _check(kv_cache, latent, rope, slots, kv_format, scales) -> _Passed:
         if addresses[i] < last and first < addresses[i] + passed.num_bytes[i]:
             got = " and ".join(f"{passed.num_bytes[j]} bytes at {addresses[j]:#x}" for j in (i, 0))
             _no(_NAMES[i], "must not overlap kv_cache from first to last byte", got)
+    check_no_grad(tensors)
+    return passed
+
+
+def check_no_grad(tensors: tuple[torch.Tensor, ...]) -> None:
+    """Of kv_cache, latent, rope and slots."""
     if torch.is_grad_enabled():
         for name, t in zip(_NAMES, tensors):
             if t.requires_grad:
                 needed = "must not require grad: write_kv_cache has no backward, call it under torch.no_grad() or pass "
                 _no(name, f"{needed}{name}.detach()", "requires_grad=True")
-    return passed
 
 
-def _check_metadata(kv_cache: Any, latent: Any, rope: Any, slots: Any, kv_format: Any, scales: Any) -> _Passed:
+def check_metadata(kv_cache: Any, latent: Any, rope: Any, slots: Any, kv_format: Any, scales: Any) -> _Passed:
     # kv_cache [num_blocks, page_block_size, 1, bytes_per_token]
     check_dense("kv_cache", kv_cache)
     _is_one_of("kv_cache", kv_cache, CACHE_DTYPES)
@@ -161,7 +173,7 @@ def _check_metadata(kv_cache: Any, latent: Any, rope: Any, slots: Any, kv_format
     shape = list(kv_cache.shape)
     if len(shape) != 4 or shape[1] < 1 or shape[2] != 1:
         _no("kv_cache", f"must be [num_blocks, page_block_size >= 1, 1, {known}]", shape)
-    fmt = formats.get(shape[3])
+    fmt = formats.get(int(shape[3]))  # torch.compile has symbols, which do not hash
     if fmt is None:
         _no("kv_cache", f"last dim must be the bytes of a token, {known}", shape[3])
     if kv_format is not None:

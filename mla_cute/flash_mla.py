@@ -17,9 +17,11 @@ from dataclasses import dataclass, fields
 from typing import NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .interface import sparse_decode
 from .schedule import DecodePlan, plan_decode
+from .target import is_traced
 from .validate import D_QK, D_V, INT32_MAX, MAX_HEADS, MAX_S_Q, check_dense, check_sparse_decode
 
 __all__ = [
@@ -230,7 +232,8 @@ def flash_mla_with_kvcache(
             topk_length is not None,
             extra_topk_length is not None,
         ):
-            check_sparse_decode(q, k_cache, indices, **options)  # before the planner is launched
+            if not (is_dynamo_compiling() or is_traced(q)):  # for a graph, whose ops check their own arguments
+                check_sparse_decode(q, k_cache, indices, **options)  # before the planner is launched
             plan = plan_decode(q, indices, extra_indices=extra_indices_in_kvcache, **lengths)
         out, lse = sparse_decode(q, k_cache, indices, plan=plan, **options)
         if meta is not None and kept is None:

@@ -52,7 +52,18 @@ DIGEST_BYTES = 32  # sha256 behind the object file's own bytes; readers of ELF f
 SLOW_SECONDS = 1.0  # a compile that takes longer is reported on stderr
 
 _STARTED = time.time()  # sources newer than this may differ from what this process imported
-_lock = threading.RLock()  # one compile or load at a time: the DSL keeps process-wide state
+
+
+def kept_over_fork(lock: threading.RLock) -> threading.RLock:
+    """The lock, free in a forked child: forking waits for it, so no other thread is amid what it guards.
+
+    (A program started by `subprocess` waits for nothing.)
+    """
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return lock
+
+
+_lock = kept_over_fork(threading.RLock())  # one compile or load at a time: the DSL keeps process-wide state
 _memory: dict[tuple, Callable] = {}
 _said: set[str] = set()
 
