@@ -136,7 +136,7 @@ def sparse_decode(
     ready = _ready
     if (
         ready.problem is not problem
-        or (ready.plan is not plan and (plan is None or ready.plan_kind is not getattr(plan, "kind", None)))
+        or ready.plan_kind is not (None if plan is None else getattr(plan, "kind", plan))
         or ready.config is not config
         or ready.impl is not impl
         or ready.compile is not ready.module.compile  # reloaded
@@ -188,8 +188,7 @@ class _Ready(NamedTuple):
     """The arguments of a call that `_prepare` has checked against one another, and what they lead to."""
 
     problem: Problem | None = None  # this very object: one per metadata of the tensors, so it stands for all of that
-    plan: DecodePlan | None = None
-    plan_kind: object = None  # every plan of this kind will do
+    plan_kind: object = None  # every plan of this kind will do; none is kept alive
     config: Any = None
     impl: ModuleType | None = None
     module: ModuleType | None = None
@@ -243,7 +242,6 @@ def _prepare(problem, plan, config, impl, backend, q, indices, extra_indices) ->
     slots = 2 * parts if parts > 1 else 0  # a plan in one part splits no request: there are no partial results
     made = _Ready(
         problem,
-        plan,
         None if plan is None else plan.kind,
         config,
         impl,

@@ -1,6 +1,7 @@
 """interface.py: sparse_decode's way from arguments to launch, on the CPU; which implementation serves what."""
 
 import dataclasses
+import gc
 import importlib
 import math
 import os
@@ -8,6 +9,7 @@ import re
 import subprocess
 import sys
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -583,3 +585,15 @@ class TestBackend:
         refused(ValueError, "too large to emulate: 8192 blocks of keys take about 20 minutes;", *large, backend="emulator")
         with emulator.session(num_sms=60_000), pytest.raises(ValueError, match="too large to emulate: .* CTAs take about"):
             mla_cute.sparse_decode(x.q[:, :, :1], x.kv_cache, x.indices, backend="emulator")
+
+
+def test_no_call_keeps_its_tensors_alive():
+    """A CUDA graph's memory pool must hold nothing but outputs when a recording ends; and memory is the caller's."""
+    x = make_inputs(CASE)
+    plan = mla_cute.plan_decode(x.q, x.indices, topk_length=x.topk_length)
+    out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, plan=plan, **x.kwargs())
+    tensors = [x.q, x.kv_cache, x.indices, x.topk_length, x.attn_sink, plan.metadata, plan.num_splits, out, lse]
+    gone = [weakref.ref(t) for t in tensors]
+    del x, plan, out, lse, tensors
+    gc.collect()
+    assert [i for i, ref in enumerate(gone) if ref() is not None] == []
