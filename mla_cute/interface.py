@@ -47,13 +47,13 @@ def sparse_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query token over the cached tokens that its index list selects (MLA decode, FP8 cache).
 
-    With x_j = softmax_scale * q·k_j over the selected tokens j, K = dequantised to bf16, V = the first 512 values of K
+    With x_j = softmax_scale * q·k_j over the selected tokens j, K = dequantised, V = the first 512 values of K
     (of MODEL1 these are all, RoPE included): lse = ln Σ exp(x_j); out = Σ exp(x_j - lse) v_j, times
     exp(lse) / (exp(lse) + exp(sink)) where there is a sink.
 
     Args:
         q: [b, s_q, h_q, 576] bf16, for MODEL1 [b, s_q, h_q, 512]; 1 to 128 heads. Last dim contiguous, address and other
-            strides multiples of 16 bytes.
+            strides multiples of 16 bytes. On Hopper values must be below 2**20, see below.
         kv_cache: [num_blocks, page_block_size, 1, bytes_per_token] in uint8, int8 or float8_e4m3fn, as
             `quantize_kv_cache` writes it: 656 bytes a token are V32 (DeepSeek V3 to V3.2), 584 MODEL1 (DeepSeek V4).
             stride(1) = bytes_per_token, address and page stride multiples of 16 bytes; gaps between pages are not read.
@@ -90,6 +90,11 @@ def sparse_decode(
 
     torch.compile(fullgraph=True) and torch.export make an op of the call, torch.ops.mla_cute.sparse_decode (see torch_ops).
     There `impl` must be importable by its name, and the fields of `config` ints, bools, strings, None or tuples of them.
+
+    Numbers: K and V are rounded once (not at all for scales that are powers of two), to bf16 in the reference; Hopper's kernel
+    multiplies in fp16, q / 16 by keys over a power of two of their own, and sums in fp32. So values of q from 2**20 on make
+    their head's out and lse NaN, and below 2**-13 they lose bits; scales belong between 2**-60 and 2**60; and in out a key
+    loses bits if its probability times its largest scale is below 2**-21 of the list's largest such product.
 
     Raises ValueError or TypeError naming the argument, what is needed and what came; NotImplementedError when the
     device's architecture has no kernel or the DSL cannot compile it. All of them before anything is launched.

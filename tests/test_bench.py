@@ -345,10 +345,10 @@ def test_compile_ahead(monkeypatch, capsys):
     monkeypatch.setattr(mla_cute, "select_impl", lambda device, impl: module)
     monkeypatch.setattr(jit, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(jit, "compile_ahead", lambda todo, progress: jobs.extend(todo))
-    bench.compile_ahead(bench.QUICK, None, {"raw_slots": 1})
+    bench.compile_ahead(bench.QUICK, None, {"fixed_overhead_blocks": 2})
     problems = {job.problem for job in jobs if job.module is module}
     assert problems == {case.problem for case in bench.QUICK} and len(problems) == 6
-    assert {job.config.raw_slots for job in jobs if job.module is module} == {1}
+    assert {job.config.fixed_overhead_blocks for job in jobs if job.module is module} == {2}
     assert len([job for job in jobs if job.module is schedule_kernel]) == 2 and len(jobs) == 8
     monkeypatch.setattr(jit, "compile_ahead", lambda todo, progress: 1 // 0)
     bench.compile_ahead(bench.QUICK, None, {})
@@ -425,7 +425,7 @@ def test_readme_shows_the_committed_records(tmp_path):
 
 def test_a_variant_never_takes_the_shipped_row(tmp_path, capsys):
     path = tmp_path / "r.json"
-    bench.append(path, [RECORD, RECORD | {"us": 1.0, "variant": "raw_slots=1"}])
+    bench.append(path, [RECORD, RECORD | {"us": 1.0, "variant": "fixed_overhead_blocks=2"}])
     bench.main(["table", str(path)])
     printed = capsys.readouterr().out
     assert "| 20.0 (15.0 / 4.0) |" in printed

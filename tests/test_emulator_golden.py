@@ -98,7 +98,8 @@ def ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_hardware(name):
     """The plan and, of one key, out bit for bit. The tensor core adds in an order and to a width of its own, and ex2 and lg2
-    are approximations: elsewhere few values of out differ, by one bf16 number, and lse by some fp32 ones."""
+    are approximations: elsewhere few values of out differ, by one bf16 number or, where a sum cancels, by what an fp16 P
+    that is rounded the other way changes; and lse by some fp32 ones."""
     golden = np.load(GOLDEN / f"{name}.npz")
     for n in range(8):  # schedules
         with session(num_sms=NUM_SMS, options=Options.schedule(n)):
@@ -109,8 +110,10 @@ def matches(ours: dict, golden: dict, name: str) -> None:
     assert np.array_equal(ours["metadata"], golden["metadata"])
     assert np.array_equal(ours["num_splits"], golden["num_splits"])
     distance = ulps(ours["out"], golden["out"])
-    assert distance.max() <= (0 if name == "one_key" else 1)
-    assert (distance != 0).mean() < 1e-3
+    out, out_there = (torch.from_numpy(x["out"]).view(torch.bfloat16).float() for x in (ours, golden))
+    cancelled = ((out - out_there).abs() < 1e-4).numpy()
+    assert distance.max() == 0 if name == "one_key" else ((distance <= 1) | cancelled).all()
+    assert (distance != 0).mean() < 1e-3, f"{(distance != 0).mean():.2g} of out differ"
     lse, there = (torch.from_numpy(x["lse"]).view(torch.float32) for x in (ours, golden))
     torch.testing.assert_close(lse, there, rtol=5e-7, atol=1e-6)
 

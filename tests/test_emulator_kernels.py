@@ -53,6 +53,25 @@ def test_sparse_decode(case, num_sms):
         assert_bitwise(result[1], first[1], name="lse")
 
 
+@pytest.mark.parametrize(
+    "model1, lengths", [(False, (640, 64, 640)), (False, (1, 640, 65)), (True, (640, 64, 640)), (True, (0, 0, 0))]
+)
+def test_a_plan_older_than_the_lengths_ends(model1, lengths):
+    """A part that begins at a block which its request no longer has: no hang, and no finding in reads or barriers."""
+    case = Case(b=3, h_q=4, s_kv=700, topk=640, topk_length=True, sink=True, **({"kv_format": "model1"} if model1 else {}))
+    x = make_inputs(case)
+    old = torch.tensor([640, 640, 640], dtype=torch.int32)
+    x.topk_length.copy_(torch.tensor(lengths))
+    with emulator.session(num_sms=2):
+        plan = mla_cute.plan_decode(x.q, x.indices, topk_length=old, backend="emulator")
+        assert plan.metadata[1, 2] == 8  # where part 1 begins in request 1
+        out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=plan, backend="emulator")
+    # Lengths that only shrank: the blocks that are no more attend to nothing.
+    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+    assert_close(out, expected[0], **SPARSE_DECODE_OUT, name="out")
+    assert_close(lse, expected[1], **SPARSE_DECODE_LSE, name="lse")
+
+
 def test_the_cases_split_and_do_not_split():
     """What the list above claims."""
     splits = []

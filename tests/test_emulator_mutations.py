@@ -3,6 +3,7 @@
 import copy
 import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,17 +18,33 @@ from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_
 from mla_cute.validate import Problem
 
 pytestmark = pytest.mark.emulate
-# Whole requests between others in one part, so that stages are used again behind an epilogue, and split ones.
-H_Q, LENGTHS, NUM_PARTS = 64, (300, 20, 130, 64, 200), 3
+# Whole requests between others in one part, so that slots are used again behind an epilogue; requests of one block behind one
+# another, so that two blocks in a row raise their maxima; and split ones.
+H_Q, LENGTHS, NUM_PARTS = 64, (300, 20, 40, 130, 64, 50, 200), 4
 SYNCHRONISING = re.compile(
-    r"fence\.proxy\.async|fence\.mbarrier|bar\.sync|bar\.arrive|mbarrier\.arrive|mbarrier\.try_wait|wgmma\.(wait|fence|commit)"
-    r"|bulk\.(wait|commit)_group|griddepcontrol\.wait"
+    r"fence\.proxy\.async|fence\.mbarrier|bar\.sync|bar\.arrive|barrier\.cta|mbarrier\.arrive|mbarrier\.try_wait"
+    r"|wgmma\.(wait_group|fence|commit_group)|bulk\.(wait|commit)_group|griddepcontrol\.wait"
 )
-# bar.warp.sync is not among them: the lanes of a warp march together here. How many may go unnoticed: of combine's two
-# griddepcontrol.wait the one without reads behind it, which only holds back later launches; and the barriers between a
-# warpgroup's last WGMMA on a buffer and its stores over it, because by PTX's words a wgmma group is complete, reads for the
-# other warps included, for whoever has waited for it. The kernel does not rely on that.
-UNNOTICED = Counter({"griddepcontrol.wait;": 1, "bar.sync \t5, 128;": 2, "bar.sync \t6, 128;": 1})
+# bar.warp.sync is not among them: the lanes of a warp march together here. What goes unnoticed, and nothing else does:
+# * griddepcontrol.wait: of combine's two the one without reads behind it, which only holds back later launches.
+# * raw_empty and fence.proxy, once each: in the copies of the first records, the code of which stands in front of math's loop.
+#   Their slots are empty; and convert_q, which comes next, has the same fence behind their zeros.
+# * v_empty: with three slots the first half of V of a block goes where a half of the last block but one lay, and convert waited
+#   for p_empty, which math releases behind v_empty, when it stored the last block's P.
+# * wgmma: between QK's nine tiles. In PTX every tile has registers of its own for A, so that nothing touches those of one in
+#   flight; the waits are what lets ptxas use them again. A fence in front of A's new values PTX does want; the emulator does
+#   not look at it, because compilers move such values behind the fence (ops_wgmma.py). tests/test_sparse_decode.py counts them.
+UNNOTICED = Counter(
+    {
+        "griddepcontrol.wait": 1,
+        "mbarrier.try_wait raw_empty": 1,
+        "fence.proxy": 1,
+        "mbarrier.try_wait v_empty": 1,
+        "wgmma.fence": 8,
+        "wgmma.commit_group": 8,
+        "wgmma.wait_group 1": 7,
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +84,34 @@ def trouble(kernel, case, schedules) -> str | None:
     return None
 
 
-def without(kernel: Emulated, line: int) -> Emulated:
-    """The kernel without the instruction in that line (from 0); a wait says at once that it is over."""
+def places(kernel: Emulated) -> dict[int, str]:
+    """Lines (from 0) of the synchronising instructions, and what each is: of an mbarrier's with the barrier's name."""
+    lines, source, at = kernel.modules[0].text.split("\n"), Path(sm90.__file__).read_text().split("\n"), 0
+    (file,) = re.findall(r'\.file\s+(\d+) ".*sm90/sparse_decode\.py"', kernel.modules[0].text)
+    found = {}
+    for i, text in enumerate(lines):
+        if loc := re.match(rf"\s*\.loc\s+{file} (\d+)", text):
+            at = int(loc[1])
+        match = SYNCHRONISING.search(text)
+        if match and not text.lstrip().startswith("//"):
+            name = re.match(r"griddepcontrol\.wait|\w+\.\w+", text[match.start() :])[0]
+            if name == "wgmma.wait_group":
+                name += " " + text.strip()[-2]
+            barrier = re.search(r"shared\.(\w+)", source[at - 1]) if name.startswith("mbarrier") else None
+            found[i] = f"{name} {barrier[1]}" if barrier else name
+    return found
+
+
+def without(kernel: Emulated, *numbers: int) -> Emulated:
+    """The kernel without the instructions in those lines (from 0).
+
+    A wait says at once that it is over, and a barrier that counts votes tells each thread its own.
+    """
     lines = kernel.modules[0].text.split("\n")
-    found = re.search(r"try_wait\S*\s+(%?\w+),", lines[line])
-    lines[line] = f"setp.eq.b32 {found[1]}, 0, 0;" if found else ""
+    for i in numbers:
+        waited = re.sub(r"mbarrier\.try_wait\S*\s+(%?\w+),[^;]*;", r"setp.eq.b32 \1, 0, 0;", lines[i])
+        voted = re.sub(r"barrier\.cta\.red\S*\s+(\w+), \d+, \d+, (\w+);", r"or.pred \1, \2, \2;", lines[i])
+        lines[i] = next((text for text in (waited, voted) if text != lines[i]), "")
     mutant = copy.copy(kernel)
     module = ptx.parse("\n".join(lines))
     mutant.modules, mutant.programs = [module], {}
@@ -88,8 +128,8 @@ def test_the_kernel_itself_has_no_findings(kernel, case):
 
 
 def test_every_synchronisation_is_missed_when_it_is_gone(kernel, case):
+    found = places(kernel)
+    assert len(found) > 60
+    unnoticed = [i for i in found if trouble(without(kernel, i), case, range(2)) is None]
     lines = kernel.modules[0].text.split("\n")
-    places = [i for i, text in enumerate(lines) if SYNCHRONISING.search(text) and not text.lstrip().startswith("//")]
-    assert len(places) > 40
-    unnoticed = [i for i in places if trouble(without(kernel, i), case, range(2)) is None]
-    assert Counter(lines[i].strip() for i in unnoticed) <= UNNOTICED, "\n".join(f"{i + 1}: {lines[i]}" for i in unnoticed)
+    assert Counter(found[i] for i in unnoticed) == UNNOTICED, "\n".join(f"{i + 1}: {lines[i]}" for i in unnoticed)

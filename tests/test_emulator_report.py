@@ -120,8 +120,8 @@ def test_as_a_process():
         (["sparse_decode", "--h_q", "200"], r"--h_q: must be 1 to 128, got 200"),
         (["sparse_decode", "--impl", "nowhere.py"], r"impl: no such file, got 'nowhere.py'"),
         ([*SMALL, "--impl", "mla_cute.reference"], r"sparse_decode: mla_cute.reference.compile must return a DSL function"),
-        (["sparse_decode", "--set", "raw_slots"], r"--set: needs field=value with a field of tile_n=64, .*; got raw_slots"),
-        (["sparse_decode", "--set", "raw_slots=3"], r"config: raw_slots must divide"),
+        (["sparse_decode", "--set", "tile_n"], r"--set: needs field=value with a field of tile_n=64, .*; got tile_n"),
+        (["sparse_decode", "--set", "fixed_overhead_blocks=0"], r"config: fixed_overhead_blocks must be at least 1, got 0"),
         (["sparse_decode", "--trace", "no/such/folder/t.json"], r"no/such/folder/t.json: cannot be written \(No such file"),
         (
             ["sparse_decode", "--b", "128", "--topk", "2048", "--s_q", "2", "--h_q", "128"],

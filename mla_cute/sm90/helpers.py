@@ -1,7 +1,7 @@
 """Thread-level pieces of the SM90 kernels: shared memory by address, bulk copies, conversion, fragment arithmetic."""
 
 import cutlass
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
 LOG2_E = 1.4426950408889634
@@ -9,8 +9,8 @@ LN_2 = 0.6931471805599453
 
 
 def smem_tensor(addr: Int32, dtype, count: int) -> cute.Tensor:
-    """`count` elements at the 16-byte aligned shared address `addr`, as a tensor that vectorises."""
-    ptr = cute.make_ptr(dtype, addr, cute.AddressSpace.smem, assumed_align=16)
+    """`count` elements of 32 bits at the shared address `addr`, aligned to their size, as a tensor that vectorises."""
+    ptr = cute.make_ptr(dtype, addr, cute.AddressSpace.smem, assumed_align=4 * count)
     return cute.make_tensor(ptr, cute.make_layout(count))
 
 
@@ -21,35 +21,66 @@ def load_smem_16b(addr: Int32, dtype=Uint32) -> cute.Tensor:
     return r
 
 
+def load_row(addr: Int32, swizzle: Int32) -> list[cute.Tensor]:
+    """A 128-byte row of a swizzled tile, its 8 chunks of 16 bytes in order; swizzle: the row's number % 8."""
+    return [load_smem_16b(addr + ((c ^ swizzle) * 16)) for c in range(8)]
+
+
 def store_smem_16b(addr: Int32, r: cute.Tensor) -> None:
     """Registers [4] of a 32-bit type to 16 bytes of shared memory (st.shared.v4)."""
     cute.autovec_copy(r, smem_tensor(addr, r.element_type, 4))
 
 
-def bulk_copy_to_smem(dst: Int32, src: Int64, num_bytes: int, mbar: Int32) -> None:
+def bulk_copy_to_smem(dst: Int32, src: Int64, num_bytes: Int32, mbar: Int32) -> None:
     """One lane's 1-D bulk copy global -> shared, 16-byte aligned; the bytes are counted on `mbar` (shared address)."""
     inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[dst, src, Int32(num_bytes), mbar],
+        read_only_args=[dst, src, num_bytes, mbar],
     )
 
 
-def e4m3_to_bf16(codes: cute.Tensor, scale: Float32) -> cute.Tensor:
-    """16 e4m3 codes (registers [4] x 32 bit) times an fp32 scale -> registers [8] x 32 bit of bf16 pairs, in order.
+def e4m3_to_fp16(codes: cute.Tensor, scale: Uint32) -> cute.Tensor:
+    """16 e4m3 codes (registers [4] x 32 bit) times a scale (the same fp16 twice) -> registers [8] of fp16 pairs, in order.
 
-    e4m3 -> f16 -> f32 is exact, the product is rounded once: bit-equal to bf16(float(code) * scale) for every scale.
+    A code is exact in fp16; the product is rounded once.
     """
-    values = cute.recast_tensor(codes, Float8E4M3FN).load().to(Float32) * scale
-    bf16 = cute.make_rmem_tensor(16, BFloat16)
-    bf16.store(values.to(BFloat16))
-    return cute.recast_tensor(bf16, Uint32)
+    fp16 = cute.make_rmem_tensor(16, Float16)
+    fp16.store(cute.recast_tensor(codes, Float8E4M3FN).load().to(Float16))
+    words = cute.recast_tensor(fp16, Uint32)
+    for i in range(8):
+        words[i] = inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[words[i], scale])
+    return words
 
 
-def e8m0_to_fp32(code: Uint32) -> Float32:
-    """2^(code - 127); 0 is 2^-127, a subnormal, and 255 NaN."""
-    bits = code << 23
-    bits = cutlass.select_(code == 0, Uint32(0x00400000), bits)
-    return Uint32(cutlass.select_(code == 255, Uint32(0x7FC00000), bits)).bitcast(Float32)
+def bf16_to_fp16(words: cute.Tensor, factor: Float32 | None, out: cute.Tensor) -> None:
+    """Registers of bf16 pairs (times a factor) -> registers `out` of fp16 pairs; what is too large becomes inf."""
+    values = cute.recast_tensor(words, BFloat16).load().to(Float32)
+    fp16 = cute.make_rmem_tensor(2 * cute.size(words), Float16)
+    fp16.store((values if factor is None else values * factor).to(Float16))
+    pairs = cute.recast_tensor(fp16, Uint32)
+    for i in range(cute.size(out)):
+        out[i] = pairs[i]
+
+
+def fp16_pair(x: Float32) -> Uint32:
+    """x as fp16, twice."""
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair[0], pair[1] = x, x
+    fp16 = cute.make_rmem_tensor(2, Float16)
+    fp16.store(pair.load().to(Float16))
+    return cute.recast_tensor(fp16, Uint32)[0]
+
+
+def mul_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+    """Product of two pairs of bf16."""
+    code = "{ .reg .b32 b; mov.b32 b, {$r1}; mul.rn.bf16x2 {$w0}, {$r0}, b; }"  # b may be a literal, which mul does not take
+    return inline_ptx(code, write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def nan_if_inf(pair: Uint32) -> Uint32:
+    """x * 0 + x of both fp16 values: x where it is finite, else NaN."""
+    code = "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.f16x2 {$w0}, {$r0}, zero, {$r1}; }"
+    return inline_ptx(code, write_only_types=[Uint32], read_only_args=[pair, pair])
 
 
 def fragment_row(thread: Int32) -> Int32:
@@ -57,21 +88,28 @@ def fragment_row(thread: Int32) -> Int32:
     return thread // 32 * 16 + thread % 32 // 4
 
 
-def quad_max(x: Float32) -> Float32:
-    """Maximum over the four lanes that share an accumulator row."""
-    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
-    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+def quad_transpose(words: list, lane: Int32) -> list:
+    """4 x 4 within each quad: lane i (of 4) gives words [4] and gets word i of lanes 0, 1, 2, 3."""
+    for offset in (1, 2):
+        upper = (lane & offset) != 0
+        new = list(words)
+        for low in [i for i in range(4) if not i & offset]:
+            sent = cutlass.select_(upper, words[low], words[low + offset])
+            got = cute.arch.shuffle_sync_bfly(sent, offset=offset)
+            new[low] = cutlass.select_(upper, got, words[low])
+            new[low + offset] = cutlass.select_(upper, words[low + offset], got)
+        words = new
+    return words
 
 
-def quad_sum(x: Float32) -> Float32:
-    """Sum over the four lanes that share an accumulator row."""
-    x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
-    return x + cute.arch.shuffle_sync_bfly(x, offset=2)
-
-
-def ring(count: Int32, size: int):
-    """Slot and mbarrier phase of the `count`-th use (from 0) of a ring of `size` slots, a power of two."""
-    return count & (size - 1), (count >> (size.bit_length() - 1)) & 1
+def barrier_any(barrier_id: int, num_threads: int, predicate) -> Uint32:
+    """Barrier of `num_threads` threads; 1 if the predicate holds in any of them, else 0."""
+    code = (
+        "{ .reg .pred mine, any; setp.ne.u32 mine, {$r0}, 0; "
+        f"barrier.cta.red.or.pred any, {int(barrier_id)}, {num_threads}, mine; "
+        "selp.u32 {$w0}, 1, 0, any; }"
+    )
+    return inline_ptx(code, write_only_types=[Uint32], read_only_args=[Uint32(predicate)])
 
 
 def set_registers(count: int) -> None:

@@ -1,39 +1,43 @@
-"""Sparse MLA decode on an FP8 KV cache, V3.2 or MODEL1, for Hopper. Figures are V3.2's.
+"""Sparse MLA decode on an FP8 KV cache, V3.2 or MODEL1, for Hopper. Figures are V3.2's, for a block of 64 keys.
 
-Bound: a token costs 34 tensor-core cycles per 64 heads (2 * 64 * (576 + 512) FLOP at 4096 a cycle), and some 77 cycles
-of the shared-memory port: 656 B read and 1152 B written at the 18 and 27 B/cycle that the port leaves to one warpgroup
-while QK streams Q and K through it. So dequantisation sets the pace, by its traffic rather than by its arithmetic.
+Three warpgroups in two roles. Products are transposed where that saves traffic: S^T = K Q^T takes K straight from the
+registers in which it was dequantised, so that shared memory, one port of 128 B/cycle that all of this competes for, carries
+K once (as V) and Q once.
 
-Formats differ in three places: K and Q have 9 or 8 column tiles; MODEL1's V includes rope, so its K stage has a ninth tile
-that only takes P; and its scales, a plane of bytes behind a page's rows, come by a load beside the index. Keys of an extra
-cache are blocks behind the main ones: only `dequant` knows.
+| role    | warps | registers | consumes                           | produces                                      |
+|---------|-------|-----------|------------------------------------|-----------------------------------------------|
+| math    | 0-7   | 160       | P, V, alpha (p_full); indices      | O, 256 columns each; copies of the raw records |
+| convert | 8-11  | 184       | raw records (raw_full), Q (q_full) | V, P, alpha, output factors, lse              |
 
-A CTA owns one partition of the plan (a run of key blocks, perhaps of several requests) for one query token and one tile
-of 64 heads.
+ indices -> [math] bulk copies of records, in two parts -> raw ring -> [convert] e4m3 * scale in fp16 -> registers, V
+   -> [convert] S^T = K Q^T -> softmax over keys -> P^T
+   -> [math 0] O[:, 256:] += P V, at once; [math 1] O[:, :256] += P V, during the next softmax -> out
 
-| role    | warps | registers | consumes                  | produces                                              |
-|---------|-------|-----------|---------------------------|-------------------------------------------------------|
-| math0   | 0-3   | 160       | K (full), Q               | S, softmax, P -> smem, row factors, O[:, :128], lse   |
-| math1   | 4-7   | 232       | P and V (P ready)         | O[:, 128:]; loads Q of the next request               |
-| dequant | 8-11  | 112       | raw records (bulk copies) | K in bf16, zeros for skipped tokens, the valid mask   |
+A CTA owns one partition of the plan (a run of key blocks, perhaps of several requests) for one query token and one tile of
+64 heads. One block (t: key, h: head):
+ 1. K'[t] = codes * scale / 2^x(t) in fp16, exact up to one rounding (none for scales that are powers of two): x(t), a power
+    of two for each key, keeps every value in fp16's range. Rope of V32, which is not of V, is bf16 / 2^x(t)         [convert]
+ 2. S[t, h] = K'[t] (Q[h] / 16), 36 steps of 16 dims, K' from registers; K' also to shared memory, as V              [convert]
+ 3. z = S * 16 * 2^x(t) * softmax_scale * log2(e) + x(t)                                                             [convert]
+ 4. m[h] stays, unless some z - m exceeds 15: then m' = max(m, max z - 7) for all heads, alpha = exp2(m - m')         [convert]
+ 5. P = exp2(z - m) in fp16 -> shared memory; l = l * alpha + sum over t of P / 2^x(t)                               [convert]
+ 6. O = alpha * O + P V: the exponents of P and V cancel                                                             [math]
+After a request's last block, lse = m ln 2 + ln(l), and O / (l + sink) goes from registers to global memory, while convert
+goes on with the next request.
 
- indices -> [dequant] bulk copy of 656-byte records -> raw ring -> [dequant] e4m3 * scale -> K stage
-   -> [math0] S = Q K^T -> softmax -> P (over the rope tile of its own K stage)
-   -> [math0] O_left += P V_left, [math1] O_right += P V_right -> out
+Why it is built so, in SM cycles measured on an H200 (docs/tuning-sm90.md): the convert warps are the chain that sets the pace,
+about 4,100 a block; matrix units are busy 2,176 of them. fp16 takes 19 instructions a token where bf16 takes 43. Records are
+released in two parts, the one read first by half time, because 64 copies take the copy engine 1,500 and memory 1,000 more.
+Math 1's product is held back until convert has issued its own: the two then share the matrix units with the softmax, not
+with each other.
 
-One block of 64 keys (stage = block parity):
- 1. raw records of the warp's 16 tokens arrive; codes * scale -> bf16 -> K stage, rope copied           [dequant]
- 2. S = Q K^T, 36 steps of 16 dims; 28 with Q from shared memory, the last 8 with Q from registers      [math0]
- 3. m' = max(m, rowmax(S) * scale_log2), P = exp2(S * scale_log2 - m'), alpha = exp2(m - m')            [math0]
- 4. l = l * alpha + rowsum(P); P in bf16 -> registers and smem; alpha -> smem                           [math0]
- 5. O_left = alpha * O_left + P V_left                                                                  [math0]
-    O_right = alpha * O_right + P V_right                                                               [math1]
- 6. both release the stage; after a request's last block it first serves as the staging buffer of O     [math0, math1]
+Formats differ in three places: MODEL1's rope is a tile of V (fp16 too), its scales are copied behind the record by loads,
+and V32's rope tile comes first. Keys of an extra cache are blocks behind the main ones: only the filling of the raw ring knows.
 
-Shared memory (bytes): Q 7 tiles of 64 x 64 bf16 57,344; K 2 x 73,728; raw ring 32 x 704; factors and barriers 1.2 K.
-V is the transposed view of K's first 512 columns. Sources of the ideas: FlashMLA (roles, plan, split and combine),
-FlashAttention (online softmax). Ours: one bulk copy a record, P over the dead rope tile, two Q tiles in registers, and
-O split 128 : 384 so that the warpgroup with QK and softmax has the smaller half.
+Shared memory (bytes): Q 73,728; V three halves of [64 keys, 256] 98,304; P 8,192; raw records 64 x 656 = 41,984; maxima,
+factors, barriers 4.2 K. Sources of the ideas: FlashMLA (plan, split and combine), FlashAttention (online softmax; its 4th
+version's threshold for rescaling). Ours: K as the register operand, keys with exponents of their own in fp16, one product
+delayed into the softmax, records in two parts.
 """
 
 import enum
@@ -45,11 +49,11 @@ import cutlass.memory
 from cutlass import (
     BFloat16,
     Boolean,
+    Float16,
     Float32,
     Int32,
     Int64,
     Uint8,
-    Uint16,
     Uint32,
     const_expr,
     cute,
@@ -63,15 +67,19 @@ from ..validate import Problem, check_int
 from .helpers import (
     LN_2,
     LOG2_E,
+    barrier_any,
+    bf16_to_fp16,
     bulk_copy_to_smem,
-    e4m3_to_bf16,
-    e8m0_to_fp32,
+    e4m3_to_fp16,
+    fp16_pair,
     fragment_row,
+    load_row,
     load_smem_16b,
-    quad_max,
-    quad_sum,
-    ring,
+    mul_bf16x2,
+    nan_if_inf,
+    quad_transpose,
     set_registers,
+    smem_tensor,
     store_smem_16b,
 )
 
@@ -80,7 +88,13 @@ FORMATS = {fmt.name: fmt for fmt in (V32, MODEL1)}
 TILE_M = 64  # heads of a CTA: the M of a WGMMA
 SW128_COLUMNS = 64  # bf16 columns of one 128-byte swizzle row: the width of a K or Q "tile"
 WARPGROUP = 128
-STAGE_COLUMNS = 576  # of a K stage: V32's keys; MODEL1's are 512 wide, and the last tile of 64 only takes P
+HALF = 256  # columns of O, and of V, of a math warpgroup
+V_SLOTS = 3  # halves of V in shared memory: two of a block, and one ahead of math 1, whose product is a block late
+Q_SCALE = 16.0  # Q is divided by it to fit into fp16: values up to 2 ** 20, in steps of 2 ** -20
+Q_SCALE_INVERSE = 0x3D803D80  # 1 / Q_SCALE, a pair of bf16
+P_BITS = 15.0  # P stays below 2 ** 15: it is fp16, normal from 2 ** -14 on
+RAISED_BITS = 7.0  # of the largest P when m has just been raised
+MIN_EXPONENT = 67  # of a key, biased: scales below 2 ** -60 lose bits
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
 
 
@@ -89,28 +103,28 @@ class Config:
     """Every number that may be tuned. Sizes derived from them are properties; `check` raises with the arithmetic."""
 
     tile_n: int = 64  # keys of a block; the plan counts in it
-    num_stages: int = 2  # K buffers
-    q_tiles_in_registers: int = 2  # of Q's 9 column tiles: 8 KB more for the raw ring, 16 registers each
-    raw_slots: int = 2  # ring slots of a dequant warp, 4 records each: 20 KB in flight cover a gather's latency
     fixed_overhead_blocks: int = 5  # a request's prologue and epilogue as the plan charges them, in blocks (FlashMLA's)
-    math0_columns: int = 128  # of O's 512; math1, which has no QK and no softmax to do, takes the rest
-    registers: tuple[int, int, int] = (160, 232, 112)  # math0, math1, dequant; the pool of 384 threads is 3 * 168
+    registers: tuple[int, int] = (160, 184)  # each math warpgroup, convert; the pool of 384 threads is 3 * 168
 
     def num_parts(self, problem: Problem, s_q: int, num_sms: int) -> int:
         """Partitions of the plan: one CTA per SM over head tiles and query tokens, at least one."""
         return max(num_sms // (s_q * problem.head_tiles), 1)
 
     def raw_pitch(self, fmt: KVFormat) -> int:
-        """Bytes between raw records: 64 mod 128, so that two rows' 64-byte pieces fall into different banks."""
-        return (fmt.row_bytes + 63) // 128 * 128 + 64
+        """Bytes of a slot of the raw ring: a record, and behind MODEL1's its scales.
+
+        An odd multiple of 16: slots 4 apart lie 64 bytes apart modulo 128, so that the 64-byte pieces of two rows fall
+        into different banks.
+        """
+        return (fmt.row_bytes + 8 * (fmt.scale_bytes == 1) + 15) // 32 * 32 + 16
 
     def smem_bytes(self, fmt: KVFormat) -> int:
-        q = TILE_M * (fmt.d_qk - SW128_COLUMNS * self.q_tiles_in_registers) * 2
-        k = self.num_stages * self.tile_n * STAGE_COLUMNS * 2
-        raw = 4 * self.raw_slots * 4 * self.raw_pitch(fmt)
-        barriers = 8 * (1 + 2 * self.num_stages + 4 * self.raw_slots)
-        small = barriers + self.num_stages * (2 * TILE_M * 4 + self.tile_n // 8)
-        return q + k + raw + small + 2 * 1024  # two 1024-byte alignments
+        q = TILE_M * fmt.d_qk * 2
+        v = V_SLOTS * self.tile_n * HALF * 2
+        p = self.tile_n * TILE_M * 2
+        raw = self.tile_n * self.raw_pitch(fmt)
+        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 56 + 8 * (1 + 8 + 8 + V_SLOTS + 3)
+        return q + v + p + raw + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError naming the field and the arithmetic when this Config cannot run `problem`."""
@@ -119,51 +133,44 @@ class Config:
                 f"config: sm90.sparse_decode runs sparse_decode on a cache of {' or '.join(FORMATS)}, "
                 f"got {problem.op} on {problem.kv_format}"
             )
-        numbers = "tile_n num_stages q_tiles_in_registers raw_slots fixed_overhead_blocks math0_columns"
-        for name in numbers.split():
+        for name in ("tile_n", "fixed_overhead_blocks"):
             check_int(f"config: {name}", getattr(self, name))
-        if not isinstance(self.registers, tuple) or [type(r) for r in self.registers] != [int] * 3:
-            raise ValueError(f"config: registers must be a tuple of 3 ints, got {self.registers!r}")
+        if not isinstance(self.registers, tuple) or [type(r) for r in self.registers] != [int] * 2:
+            raise ValueError(f"config: registers must be a tuple of 2 ints, got {self.registers!r}")
         if self.tile_n != 64:
             raise ValueError(f"config: tile_n must be 64, got {self.tile_n}")
-        if self.num_stages not in (1, 2):
-            raise ValueError(f"config: num_stages must be 1 or 2, got {self.num_stages}")
-        if self.q_tiles_in_registers not in (0, 1, 2):
-            raise ValueError(f"config: q_tiles_in_registers must be 0, 1 or 2, got {self.q_tiles_in_registers}")
-        if self.raw_slots not in (1, 2, 4):
-            raise ValueError(f"config: raw_slots must divide the 4 groups of a warp (1, 2 or 4), got {self.raw_slots}")
-        if self.math0_columns not in (128, 256):
-            raise ValueError(f"config: math0_columns must be 128 or 256, got {self.math0_columns}")
         if self.fixed_overhead_blocks < 1:
             raise ValueError(f"config: fixed_overhead_blocks must be at least 1, got {self.fixed_overhead_blocks}")
-        if any(r % 8 or not 24 <= r <= 240 for r in self.registers) or sum(self.registers) > 504:
-            raise ValueError(f"config: registers must be multiples of 8 in 24..240, sum <= 504, got {self.registers}")
+        pool = 2 * self.registers[0] + self.registers[1]
+        if any(r % 8 or not 24 <= r <= 240 for r in self.registers) or pool > 504:
+            raise ValueError(
+                "config: registers must be multiples of 8 in 24..240, twice the first and the second at most 504, "
+                f"got {self.registers}"
+            )
         needed = self.smem_bytes(FORMATS[problem.kv_format])
         if needed > SMEM_LIMIT:
             raise ValueError(f"config: shared memory needs {needed} bytes, the limit is {SMEM_LIMIT}")
 
 
 def default_config(problem: Problem) -> Config:
-    """The shipped choice, the same for every head count. MODEL1's Q is a tile shorter: one in registers is enough."""
-    return Config(q_tiles_in_registers=2 if problem.kv_format == V32.name else 1)
+    """The shipped choice, the same for every head count and format."""
+    return Config()
 
 
 class NamedBarriers(enum.IntEnum):
-    """Hardware barriers (0 is sync_threads); the pairs are indexed by stage so that math0 may run one block ahead."""
+    """Hardware barriers (0 is sync_threads)."""
 
-    P_READY = 1  # 1, 2: math0 arrives when P and alpha of a block are in smem, math1 waits
-    FACTOR_READY = 3  # 3, 4: math0 arrives when the output factors of a request are in smem, math1 waits
-    MATH0 = 5  # the 128 threads of math0 among themselves
-    MATH1 = 6  # the 128 threads of math1 among themselves
+    CONVERT = 1  # the 128 threads of convert among themselves
+    FIRST_Q = 2  # all threads: the first request's Q is converted
 
 
 class Part(NamedTuple):
     """One partition of the plan: requests begin_req..end_req inclusive.
 
-    The rest of its record is read again once a request, rather than held in registers.
+    The rest of its record is read from shared memory once a request, rather than held in registers.
     """
 
-    index: Int32
+    record: cute.Tensor  # [8] int32
     begin_req: Int32
     end_req: Int32
 
@@ -194,8 +201,32 @@ class Params(NamedTuple):
     metadata: cute.Tensor  # [num_parts, 8] int32
     o_partial: cute.Tensor  # [2 * num_parts, s_q, h_q, 512] fp32
     lse_partial: cute.Tensor  # [2 * num_parts, s_q, h_q] fp32, base 2
+    out: cute.Tensor  # [b, s_q, h_q, 512] bf16
     lse: cute.Tensor  # [b, s_q, h_q] fp32, natural log
     scale_log2: Float32  # softmax_scale * log2(e)
+
+
+class Shared(NamedTuple):
+    """Pointers and tensors in shared memory."""
+
+    q_full: cute.Pointer  # Q has arrived
+    raw_full: cute.Pointer  # [2, 4] a convert warp's 16 records have arrived: their right parts, their left parts
+    raw_empty: cute.Pointer  # [2, 4] and are read
+    v_empty: cute.Pointer  # [3] a half of V is read
+    p_full: cute.Pointer  # [2] by math warpgroup: P, alpha and its half of V may be read
+    p_empty: cute.Pointer  # P and alpha are read
+    sQ: cute.Tensor  # [64, d_qk] bf16
+    sQ16: cute.Tensor  # the same bytes as fp16
+    sV: cute.Tensor  # [256, 64, 3]: columns first
+    sP: cute.Tensor  # [64 heads, 64 keys]
+    raw: cute.Pointer  # [4 warps, 16 records]
+    valid: cute.Pointer  # [4] uint32: a bit a record, of the warp's 16
+    alpha: cute.Pointer  # [64] fp32: by head, the factor of O before this block
+    factor: cute.Pointer  # [64] fp32: by head, the factor of O behind the last block
+    record: cute.Pointer  # [8] int32: the partition's record of the plan
+    top: cute.Pointer  # [4, 64] fp32: m by head, a copy for each convert warp
+    is_raised: cute.Pointer  # uint32: alpha holds something
+    exchange: cute.Pointer  # [2, 4, 64] fp32: a block's maxima, or a request's sums, by warp and head
 
 
 class SparseDecode:
@@ -208,14 +239,9 @@ class SparseDecode:
         self.head_tiles = problem.head_tiles
         self.tile_n = config.tile_n
         self.fmt = FORMATS[problem.kv_format]
-        self.num_tiles = self.fmt.d_qk // SW128_COLUMNS  # column tiles of K, 9 or 8; the last is rope
+        self.num_tiles = self.fmt.d_qk // SW128_COLUMNS  # column tiles of Q and K, 9 or 8; the last is rope
+        self.v_tiles = self.fmt.d_v // SW128_COLUMNS  # those that are V too: the first 8
         self.raw_pitch = config.raw_pitch(self.fmt)
-        self.q_smem_tiles = self.num_tiles - config.q_tiles_in_registers
-        self.stages = config.num_stages
-        # Columns of O per math warpgroup, and the N of their WGMMAs (at most 256).
-        self.columns = (config.math0_columns, self.fmt.d_v - config.math0_columns)
-        self.first_column = (0, config.math0_columns)
-        self.pv_n = tuple(c if c <= 256 else c // 2 for c in self.columns)
 
     @cute.jit
     def __call__(
@@ -236,53 +262,57 @@ class SparseDecode:
         lse: cute.Tensor,
         stream,
     ):
-        def wgmma(n, a_source, b_major):
-            op = warpgroup.MmaF16BF16Op(BFloat16, Float32, (TILE_M, n, 16), a_source, OperandMajorMode.K, b_major)
-            return cute.make_tiled_mma(op)
-
-        smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-        mma_qk = wgmma(self.tile_n, smem, OperandMajorMode.K)
-        mma_qk_rs = wgmma(self.tile_n, rmem, OperandMajorMode.K)
-        mma_pv_rs = wgmma(self.pv_n[0], rmem, OperandMajorMode.MN)
-        mma_pv = wgmma(self.pv_n[1], smem, OperandMajorMode.MN)
+        mma_qk = cute.make_tiled_mma(  # S^T [64 keys, 64 heads]: K from registers, Q from shared memory
+            warpgroup.MmaF16BF16Op(
+                Float16, Float32, (self.tile_n, TILE_M, 16), warpgroup.OperandSource.RMEM,
+                OperandMajorMode.K, OperandMajorMode.K,
+            )
+        )  # fmt: skip
+        mma_rope = cute.make_tiled_mma(  # the same, of V32's rope, which is not rescaled
+            warpgroup.MmaF16BF16Op(
+                BFloat16, Float32, (self.tile_n, TILE_M, 16), warpgroup.OperandSource.RMEM,
+                OperandMajorMode.K, OperandMajorMode.K,
+            )
+        )  # fmt: skip
+        mma_pv = cute.make_tiled_mma(  # O [64 heads, 256]: P^T and V both as they lie, keys outermost
+            warpgroup.MmaF16BF16Op(
+                Float16, Float32, (TILE_M, HALF, 16), warpgroup.OperandSource.SMEM,
+                OperandMajorMode.MN, OperandMajorMode.MN,
+            )
+        )  # fmt: skip
 
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        q_columns = self.q_smem_tiles * SW128_COLUMNS
-        layout_q = cute.tile_to_shape(atom, (TILE_M, q_columns), order=(0, 1))
-        layout_k = cute.tile_to_shape(atom, (self.tile_n, STAGE_COLUMNS, self.stages), order=(0, 1, 2))
-        layout_o = cute.tile_to_shape(atom, (TILE_M, SW128_COLUMNS), order=(0, 1))
+        layout_q = cute.tile_to_shape(atom, (TILE_M, self.fmt.d_qk), order=(0, 1))
+        layout_v = cute.tile_to_shape(atom, (self.tile_n, HALF, V_SLOTS), order=(0, 1, 2))
+        layout_p = cute.tile_to_shape(atom, (self.tile_n, TILE_M), order=(0, 1))
 
-        # TMA views with heads and columns first: [h_q, d, s_q, b]. Rows past h_q read as zero and are not written.
-        by_head = [2, 3, 1, 0]
+        # TMA view with heads and columns first: [h_q, d, s_q, b]. Rows past h_q read as zero.
         tma_q, tma_mQ = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
-            cute.make_tensor(q.iterator, cute.select(q.layout, mode=by_head)),
+            cute.make_tensor(q.iterator, cute.select(q.layout, mode=[2, 3, 1, 0])),
             layout_q,
-            (TILE_M, q_columns),
+            (TILE_M, self.fmt.d_qk),
         )
-        tma_o, tma_mO = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(),
-            cute.make_tensor(out.iterator, cute.select(out.layout, mode=by_head)),
-            layout_o,
-            (TILE_M, SW128_COLUMNS),
-        )
-
-        stages, raw_bytes = self.stages, 4 * self.config.raw_slots * 4 * self.raw_pitch
 
         @cute.struct
         class Smem:
-            q_full: cute.struct.MemRange[Int64, 1]
-            k_full: cute.struct.MemRange[Int64, stages]
-            k_empty: cute.struct.MemRange[Int64, stages]
-            raw_full: cute.struct.MemRange[Int64, 4 * self.config.raw_slots]
-            # One bit a token, one word a dequant warp.
-            valid: cute.struct.Align[cute.struct.MemRange[Uint16, stages * 4], 8]
-            # By row: rescale factors of the block in a stage, output factors of the request that ended in it.
-            alpha: cute.struct.MemRange[Float32, stages * TILE_M]
-            factor: cute.struct.MemRange[Float32, stages * TILE_M]
-            raw: cute.struct.Align[cute.struct.MemRange[Uint8, raw_bytes], 128]
             sQ: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
-            sK: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_k)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_v)], 1024]
+            sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_p)], 1024]
+            raw: cute.struct.Align[cute.struct.MemRange[Uint8, self.tile_n * self.raw_pitch], 128]
+            exchange: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 4 * TILE_M], 16]
+            top: cute.struct.MemRange[Float32, 4 * TILE_M]
+            alpha: cute.struct.MemRange[Float32, TILE_M]
+            factor: cute.struct.MemRange[Float32, TILE_M]
+            q_full: cute.struct.MemRange[Int64, 1]
+            is_raised: cute.struct.MemRange[Uint32, 2]
+            raw_full: cute.struct.MemRange[Int64, 8]
+            raw_empty: cute.struct.MemRange[Int64, 8]
+            v_empty: cute.struct.MemRange[Int64, V_SLOTS]
+            p_full: cute.struct.MemRange[Int64, 2]
+            p_empty: cute.struct.MemRange[Int64, 1]
+            valid: cute.struct.MemRange[Uint32, 4]
+            record: cute.struct.MemRange[Int32, 8]
 
         self.Smem = Smem
         # Scratch: the pieces' O, behind them their lse. One part alone splits nothing and needs none.
@@ -294,12 +324,10 @@ class SparseDecode:
         o_partial = cute.make_tensor(scratch.iterator, cute.make_layout((*rows.shape, d_v), stride=o_strides))
         params = Params(
             q, kv_cache, indices, topk_length, extra_kv_cache, extra_indices, extra_topk_length, attn_sink, metadata,
-            o_partial, lse_partial, lse, softmax_scale * LOG2_E,
+            o_partial, lse_partial, out, lse, softmax_scale * LOG2_E,
         )  # fmt: skip
         # Head tiles of one query token are neighbours in the grid, so that the second gather of a record hits L2.
-        self.kernel(
-            params, mma_qk, mma_qk_rs, mma_pv, mma_pv_rs, tma_q, tma_mQ, tma_o, tma_mO, layout_q, layout_k
-        ).launch(
+        self.kernel(params, mma_qk, mma_rope, mma_pv, tma_q, tma_mQ, layout_q, layout_v, layout_p).launch(
             grid=[self.head_tiles, q.shape[1], metadata.shape[0]],
             block=[3 * WARPGROUP, 1, 1],
             smem=Smem.size_in_bytes(),
@@ -313,70 +341,65 @@ class SparseDecode:
         self,
         params: Params,
         mma_qk: cute.TiledMma,
-        mma_qk_rs: cute.TiledMma,
+        mma_rope: cute.TiledMma,
         mma_pv: cute.TiledMma,
-        mma_pv_rs: cute.TiledMma,
         tma_q: cute.CopyAtom,
         tma_mQ: cute.Tensor,
-        tma_o: cute.CopyAtom,
-        tma_mO: cute.Tensor,
         layout_q: cute.ComposedLayout,
-        layout_k: cute.ComposedLayout,
+        layout_v: cute.ComposedLayout,
+        layout_p: cute.ComposedLayout,
     ):
         tid, _, _ = cute.arch.thread_idx()
         head_tile, s_idx, part_idx = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tid // WARPGROUP)
         storage = cutlass.memory.SmemAllocator().allocate(self.Smem)
-        q_full, k_full, k_empty = storage.q_full.data_ptr(), storage.k_full.data_ptr(), storage.k_empty.data_ptr()
-        raw_full = storage.raw_full.data_ptr()
-        sQ = storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner)  # [64, 448]
-        sK = storage.sK.get_tensor(layout_k.outer, swizzle=layout_k.inner)  # [64, 576, stages]
-        sV = cute.make_tensor(sK.iterator, cute.select(sK.layout, mode=[1, 0, 2]))  # [576, 64, stages], the same bytes
-        sP = cute.local_tile(sK, (TILE_M, self.tile_n), (0, STAGE_COLUMNS // SW128_COLUMNS - 1, None))  # a stage's last tile
-        factors = cute.make_layout((TILE_M, self.stages))
-        sAlpha, sFactor = storage.alpha.get_tensor(factors), storage.factor.get_tensor(factors)
+        sKV = storage.sV.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # [64, 256, 3]
+        sPT = storage.sP.get_tensor(layout_p.outer, swizzle=layout_p.inner)  # [64 keys, 64 heads]
+        shared = Shared(
+            storage.q_full.data_ptr(), storage.raw_full.data_ptr(), storage.raw_empty.data_ptr(),
+            storage.v_empty.data_ptr(), storage.p_full.data_ptr(), storage.p_empty.data_ptr(),
+            storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=Float16),
+            cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0, 2])),
+            cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
+            storage.raw.data_ptr(), storage.valid.data_ptr(), storage.alpha.data_ptr(), storage.factor.data_ptr(),
+            storage.record.data_ptr(), storage.top.data_ptr(), storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
+        )  # fmt: skip
 
         if warp_idx == 0:
             cpasync.prefetch_descriptor(tma_q)
-            cpasync.prefetch_descriptor(tma_o)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(q_full, 1)  # the arrive.expect_tx of the Q load
-                for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(k_full + i, 4)  # the dequant warps
-                    cute.arch.mbarrier_init(k_empty + i, 8)  # the math warps
-                for i in cutlass.range_constexpr(4 * self.config.raw_slots):
-                    cute.arch.mbarrier_init(raw_full + i, 1)  # the arrive.expect_tx of the group's copies
+                cute.arch.mbarrier_init(shared.q_full, 1)  # the arrive.expect_tx of the Q load
+                for i in cutlass.range_constexpr(8):
+                    cute.arch.mbarrier_init(shared.raw_full + i, 1)  # the arrive.expect_tx of the filling warp
+                    cute.arch.mbarrier_init(shared.raw_empty + i, 1)  # the convert warp
+                for i in cutlass.range_constexpr(V_SLOTS):
+                    cute.arch.mbarrier_init(shared.v_empty + i, 4)  # the warps of the half's math warpgroup
+                for i in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(shared.p_full + i, 4)  # the convert warps
+                cute.arch.mbarrier_init(shared.p_empty, 8)  # the math warps
+        if tid < 8:
+            cute.make_tensor(shared.record, 8)[tid] = params.metadata[part_idx, tid]
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        if wg == 0:
+        if wg < 2:
             set_registers(self.config.registers[0])
-            self.math0(
-                params, part_idx, s_idx, head_tile, tid, mma_qk, mma_qk_rs, mma_pv_rs, tma_o, tma_mO,
-                sQ, sK, sV, sP, sAlpha, sFactor, storage.valid.data_ptr(), q_full, k_full, k_empty,
-            )  # fmt: skip
-        elif wg == 1:
-            set_registers(self.config.registers[1])
-            self.math1(
-                params, part_idx, s_idx, head_tile, tid % WARPGROUP, mma_pv, tma_q, tma_mQ, tma_o, tma_mO,
-                sQ, sK, sV, sP, sAlpha, sFactor, q_full, k_empty,
-            )  # fmt: skip
+            self.math(params, s_idx, head_tile, tid % WARPGROUP, wg, mma_pv, shared)
         else:
-            set_registers(self.config.registers[2])
-            self.dequant(
-                params, part_idx, s_idx, tid % WARPGROUP, sK, storage.raw.data_ptr(), storage.valid.data_ptr(),
-                raw_full, k_full, k_empty,
-            )  # fmt: skip
+            set_registers(self.config.registers[1])
+            self.convert(params, s_idx, head_tile, tid % WARPGROUP, mma_qk, mma_rope, tma_q, tma_mQ, shared)
         # Lets combine's CTAs be set up while the last ones here still run; it waits for the whole grid before it reads.
         cute.arch.griddepcontrol_launch_dependents()
 
     # ---- the plan: the only place that turns plan and lengths into block ranges ----
 
     @cute.jit
-    def load_part(self, metadata: cute.Tensor, index: Int32) -> Part:
-        """Record `index` of the plan. Idle partitions have begin_req > end_req: every loop is empty."""
-        return Part(index, metadata[index, 0], metadata[index, 1])
+    def load_part(self, shared: Shared) -> Part:
+        """The partition's requests. Idle partitions have begin_req > end_req: every loop is empty."""
+        record = cute.make_tensor(shared.record, 8)
+        return Part(record, record[0], record[1])
 
     @cute.jit
     def work_range(self, params: Params, part: Part, req: Int32) -> Work:
@@ -391,109 +414,17 @@ class SparseDecode:
             if const_expr(params.extra_topk_length is not None):
                 extra_length = cutlass.max(cutlass.min(params.extra_topk_length[req], extra_length), 0)
             num_blocks += (extra_length + self.tile_n - 1) // self.tile_n
-        record = params.metadata[part.index, None]
+        record = part.record
         begin_block, end_block, partial_slot = record[2], record[3], record[7]
         begin_is_split, end_is_split = record[5] != 0, record[6] != 0
         is_begin, is_end = req == part.begin_req, req == part.end_req
         first = cutlass.select_(is_begin, begin_block, Int32(0))
-        last = cutlass.select_(is_end, end_block, num_blocks)
+        # At least one block, though the plan may be older than the lengths: all roles and barriers count on it.
+        last = cutlass.max(cutlass.select_(is_end, end_block, num_blocks), first + 1)
         is_split = (is_begin & begin_is_split) | (is_end & end_is_split)
         # A part that begins and ends in two different split requests writes two pieces, the second behind the first.
         slot = partial_slot + cutlass.select_((~is_begin) & begin_is_split, Int32(1), Int32(0))
         return Work(first, last, length, extra_length, num_main_blocks, is_split, slot)
-
-    # ---- roles, in the order of the data ----
-
-    @cute.jit
-    def dequant(
-        self, params: Params, part_idx: Int32, s_idx: Int32, t: Int32, sK: cute.Tensor, raw: cute.Pointer,
-        valid: cute.Pointer, raw_full: cute.Pointer, k_full: cute.Pointer, k_empty: cute.Pointer,
-    ):  # fmt: skip
-        """Gathers the selected records, dequantises them and writes K; warp w owns tokens 16w..16w+15 of every block.
-
-        Consumes indices, kv_cache, k_empty. Produces K, its valid mask, k_full. The copies run `raw_slots` groups
-        of four tokens ahead of the conversion, across blocks and requests; the indices one block ahead of the copies.
-        """
-        part = self.load_part(params.metadata, part_idx)
-        lane, w = t % 32, t // 32
-        slots, pitch, fmt = self.config.raw_slots, self.raw_pitch, self.fmt
-        groups = 4  # of 4 tokens, per warp and block
-        # Conversion: lanes 4 rows x 2 column tiles x 4 pieces of 16 codes. Rope: 4 rows x 8 pieces of 8 values.
-        row, odd_tile, piece = lane // 4 % 4, lane // 16, lane % 4
-        rope_row, rope_piece = lane // 8, lane % 8
-        raw_warp = Int32(raw.toint()) + w * (slots * 4 * pitch)
-        full_warp = raw_full + w * slots
-        k_base = Int32(sK.iterator.toint())
-        tile_bytes, stage_bytes = self.tile_n * 128, self.tile_n * STAGE_COLUMNS * 2
-
-        req, block, last = part.begin_req, Int32(0), Int32(0)
-        if req <= part.end_req:
-            work = self.work_range(params, part, req)
-            block, last = work.first_block, work.last_block
-        index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
-        src, mask, scales_low, scales_high = self.resolve(params, index, is_extra)
-        for slot in cutlass.range_constexpr(slots):
-            self.fill(raw_warp, full_warp, Int32(slot), Int32(slot), lane, src, mask)
-        req, block, last = self.next_block(params, part, req, block, last)
-        index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
-
-        n = Int32(0)  # blocks done by this CTA: stage and phase follow from it
-        for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
-            work = self.work_range(params, part, r)
-            for _ in cutlass.range(work.first_block, work.last_block, unroll=1):
-                stage, phase = ring(n, self.stages)
-                stage_base = k_base + stage * stage_bytes
-                next_src, next_mask, next_low, next_high = self.resolve(params, index, is_extra)
-                req, block, last = self.next_block(params, part, req, block, last)
-                index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
-                for g in cutlass.range(groups, unroll=1):
-                    slot, slot_phase = ring(n * groups + g, slots)
-                    base = raw_warp + slot * (4 * pitch)
-                    cute.arch.mbarrier_wait(full_warp + slot, slot_phase)
-                    scales = self.load_scales(base + row * pitch, scales_low, scales_high, 4 * g + row, odd_tile)
-                    codes = cute.make_rmem_tensor((4, 4), Uint32)  # 16 codes, of tile 2c + odd_tile
-                    for c in cutlass.range_constexpr(4):
-                        piece_addr = base + row * pitch + (2 * c + odd_tile) * SW128_COLUMNS + piece * 16
-                        codes[None, c].store(load_smem_16b(piece_addr).load())
-                    rope = load_smem_16b(base + rope_row * pitch + fmt.rope_offset + rope_piece * 16)
-                    if g == 0:
-                        cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
-                    # Skipped tokens become zero rows: P is 0 there, and 0 * NaN must not reach O.
-                    if (mask >> (4 * g)) & 15 != 15:
-                        if (mask >> (4 * g + row)) & 1 == 0:
-                            scales.fill(0.0)
-                            codes.fill(0)
-                        if (mask >> (4 * g + rope_row)) & 1 == 0:
-                            rope.fill(0)
-                    # Row r of a tile is 128 bytes; its 16-byte chunk j lies at j ^ (r % 8).
-                    swizzle = ((2 * piece) ^ (row + 4 * (g & 1))) * 16
-                    row_base = stage_base + odd_tile * tile_bytes + (16 * w + 4 * g + row) * 128
-                    for c in cutlass.range_constexpr(4):
-                        bf16 = e4m3_to_bf16(codes[None, c], scales[c])
-                        tile_base = row_base + 2 * c * tile_bytes
-                        # MODEL1's eighth tile is rope: what was read as its codes is dropped.
-                        if (2 * c + 1) * SW128_COLUMNS < fmt.d_nope or odd_tile == 0:
-                            store_smem_16b(tile_base + swizzle, cute.make_tensor(bf16.iterator, 4))
-                            store_smem_16b(tile_base + (swizzle ^ 16), cute.make_tensor(bf16.iterator + 4, 4))
-                    rope_swizzle = (rope_piece ^ (rope_row + 4 * (g & 1))) * 16
-                    rope_tile = stage_base + (self.num_tiles - 1) * tile_bytes
-                    store_smem_16b(rope_tile + (16 * w + 4 * g + rope_row) * 128 + rope_swizzle, rope)
-                    # The refill comes behind the stores: they need what every lane read from the slot, so those reads are
-                    # over. Issued right behind the reads it overtook some, queued behind WGMMA's (seen on an H200).
-                    cute.arch.sync_warp()
-                    ahead = g + slots
-                    if ahead < groups:
-                        self.fill(raw_warp, full_warp, slot, ahead, lane, src, mask)
-                    else:
-                        self.fill(raw_warp, full_warp, slot, ahead - groups, lane, next_src, next_mask)
-                if lane == 0:
-                    cute.make_tensor(valid + stage * 4, 4)[w] = Uint16(mask)
-                cute.arch.fence_proxy("async.shared", space="cta")  # K's generic stores become visible to WGMMA
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(k_full + stage)
-                src, mask, scales_low, scales_high = next_src, next_mask, next_low, next_high
-                n += 1
 
     @cute.jit
     def next_block(self, params: Params, part: Part, req: Int32, block: Int32, last: Int32):
@@ -506,9 +437,81 @@ class SparseDecode:
                 last = self.work_range(params, part, req).last_block
         return req, block, last
 
+    # ---- roles, in the order of the data ----
+
+    @cute.jit
+    def math(
+        self, params: Params, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
+        mma_pv: cute.TiledMma, shared: Shared,
+    ):  # fmt: skip
+        """Half of O: warpgroup 0 has the right one, columns 256 on, which convert makes first; warpgroup 1 the left one.
+
+        Consumes P, V, alpha, factor (p_full); releases V and P. Its warp w also copies one part of the records of convert's
+        warp w, two or three blocks ahead of its products.
+        """
+        lane, w = t % 32, cute.arch.make_warp_uniform(t // 32)
+        thr_pv = mma_pv.get_slice(t)
+        rP = mma_pv.make_fragment_A(thr_pv.partition_A(shared.sP))  # (MMA, 1, 4): descriptors
+        rV = mma_pv.make_fragment_B(thr_pv.partition_B(shared.sV))  # (MMA, 1, 4, 3)
+        accO = cute.make_rmem_tensor(thr_pv.partition_shape_C((TILE_M, HALF)), Float32)  # ((2,2,32),1,1)
+        row = fragment_row(t)
+        sAlpha = cute.make_tensor(shared.alpha, TILE_M)
+        sFactor = cute.make_tensor(shared.factor, TILE_M)
+
+        part = self.load_part(shared)
+        req, block, last = part.begin_req, Int32(0), Int32(0)
+        if req <= part.end_req:
+            work = self.work_range(params, part, req)
+            block, last = work.first_block, work.last_block
+        index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
+        req, block, last, index, is_extra = self.fill(
+            params, shared, part, s_idx, w, half, lane, Int32(0), req, block, last, index, is_extra
+        )
+        if part.begin_req <= part.end_req:
+            cute.arch.mbarrier_wait(shared.q_full, 0)
+            self.convert_q(shared, WARPGROUP * (1 + half) + t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
+        fills = Int32(1)
+        for _ in cutlass.range(1 + half, unroll=1):
+            req, block, last, index, is_extra = self.fill(
+                params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra
+            )
+            fills += 1
+
+        n, slot = Int32(0), half  # blocks done; the slot of this half of V
+        for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
+            work = self.work_range(params, part, r)
+            first_block, last_block = work.first_block, work.last_block
+            accO.fill(0.0)
+            for i in cutlass.range(first_block, last_block, unroll=1):
+                cute.arch.mbarrier_wait(shared.p_full + half, n & 1)
+                if cute.make_tensor(shared.is_raised, 1)[0] != 0:
+                    alpha_0, alpha_1 = sAlpha[row], sAlpha[row + 8]
+                    for j in cutlass.range_constexpr(cute.size(accO)):
+                        accO[j] = accO[j] * (alpha_0, alpha_1)[j // 2 % 2]
+                warpgroup.fence()
+                mma_pv.set(warpgroup.Field.ACCUMULATE, True)
+                for k in cutlass.range_constexpr(self.tile_n // 16):
+                    cute.gemm(mma_pv, accO, rP[None, None, k], rV[None, None, k, slot], accO)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                self.release(shared.v_empty + slot)
+                if i + 1 == last_block:
+                    factor_0, factor_1 = sFactor[row], sFactor[row + 8]
+                    self.release(shared.p_empty)  # behind it convert may write the next request's factors
+                    self.store_o(params, part, r, s_idx, head_tile, row, t % 4, half, accO, factor_0, factor_1)
+                else:
+                    self.release(shared.p_empty)
+                req, block, last, index, is_extra = self.fill(
+                    params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra
+                )
+                fills += 1
+                n += 1
+                slot += 2
+                slot = cutlass.select_(slot >= V_SLOTS, slot - V_SLOTS, slot)
+
     @cute.jit
     def load_index(self, params: Params, part: Part, s_idx: Int32, req: Int32, block: Int32, w: Int32, lane: Int32):
-        """Lane l < 16 gets the index of token 16w + l of the block, -1 past the request's tokens or the partition; and
+        """Lane l < 16 gets the index of token 16 w + l of the block, -1 past the request's tokens or the partition; and
         whether the block is one of the extra cache."""
         index, is_extra = Int32(-1), Boolean(False)
         if req <= part.end_req:
@@ -554,239 +557,489 @@ class SparseDecode:
         return start + Int64(offset) * self.fmt.row_bytes, mask, low, high
 
     @cute.jit
-    def load_scales(self, record: Int32, low: Uint32, high: Uint32, token: Int32, odd_tile: Int32) -> cute.Tensor:
-        """fp32 [4]: the scales of column tiles odd_tile, 2 + odd_tile, ... of the warp's token `token`."""
-        if const_expr(self.fmt.scale_bytes == 4):  # one for two tiles, in the record
-            scales = load_smem_16b(record + self.fmt.scale_offset, Float32)
-        else:  # one byte a tile, in the registers of the token's lane
-            scales = cute.make_rmem_tensor(4, Float32)
-            for half in cutlass.range_constexpr(2):
-                word = cute.arch.shuffle_sync((low, high)[half], token) >> (8 * odd_tile)
-                scales[2 * half] = e8m0_to_fp32(word & 255)
-                scales[2 * half + 1] = e8m0_to_fp32((word >> 16) & 255)
-        return scales
-
-    @cute.jit
     def fill(
-        self, raw_warp: Int32, full_warp: cute.Pointer, slot: Int32, group: Int32, lane: Int32,
-        src: Int64, mask: Uint32,
+        self, params: Params, shared: Shared, part: Part, s_idx: Int32, w: Int32, half: Int32, lane: Int32, count: Int32,
+        req: Int32, block: Int32, last: Int32, index: Int32, is_extra: Boolean,
     ):  # fmt: skip
-        """Starts the copies of one group of four tokens into a ring slot; skipped tokens copy nothing."""
+        """The `count`-th block, if the partition has it: copies its records for convert's warp w; the indices of the next."""
+        if req <= part.end_req:
+            src, mask, low, high = self.resolve(params, index, is_extra)
+            req, block, last = self.next_block(params, part, req, block, last)
+            index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
+            self.copy_records(shared, w, half, lane, count, src, mask, low, high)
+        return req, block, last, index, is_extra
+
+    @cute.jit
+    def copy_records(
+        self, shared: Shared, w: Int32, half: Int32, lane: Int32, count: Int32, src: Int64, mask: Uint32,
+        low: Uint32, high: Uint32,
+    ):  # fmt: skip
+        """Starts the copies of one part of 16 records, when convert's warp w has read what was there.
+
+        Part 0, the columns from 256 on with rope and scales, is read first and refilled first: by warpgroup 1, which has
+        nothing else to do then. Row r lies in slot r / 2 % 4 + 4 (r % 2) + 8 (r / 8). A skipped token's slot is filled with
+        zeros: its P is 0, and 0 * NaN must not reach O.
+        """
+        piece = 1 - half
+        cute.arch.mbarrier_wait(shared.raw_empty + (4 * piece + w), (count & 1) ^ 1)
+        full = shared.raw_full + (4 * piece + w)
+        first = Int32(shared.raw.toint()) + 16 * w * self.raw_pitch
+        start = cutlass.select_(piece == 0, Int32(HALF), Int32(0))
+        size = cutlass.select_(piece == 0, Int32(self.fmt.row_bytes - HALF), Int32(HALF))
+        slot = lane // 2 % 4 + 4 * (lane & 1) + lane // 8 * 8
+        if mask != 0xFFFF:
+            for i in cutlass.range(16, unroll=1):
+                if (mask >> i) & 1 == 0:
+                    zeros = cute.make_rmem_tensor(4, Uint32)
+                    zeros.fill(0)
+                    record = first + (i // 2 % 4 + 4 * (i & 1) + i // 8 * 8) * self.raw_pitch + start
+                    for j in cutlass.range(lane, size // 16, 32, unroll=1):
+                        store_smem_16b(record + j * 16, zeros)
+            cute.arch.fence_proxy("async.shared", space="cta")  # zeros before a later fill's copy into the slot
+        if (mask >> lane) & 1 == 1:
+            bulk_copy_to_smem(first + slot * self.raw_pitch + start, src + start, size, Int32(full.toint()))
+        if const_expr(self.fmt.scale_bytes == 1):  # noqa: SIM102  one is decided at compile time
+            if (lane < 16) & (piece == 0):
+                scales = cute.make_rmem_tensor(2, Uint32)
+                scales[0], scales[1] = low, high
+                cute.autovec_copy(scales, smem_tensor(first + slot * self.raw_pitch + self.fmt.row_bytes, Uint32, 2))
+        cute.arch.sync_warp()  # every lane's stores before the arrival
         if lane == 0:
-            num_bytes = Int32(cute.arch.popc((mask >> (4 * group)) & 15)) * self.fmt.row_bytes
-            cute.arch.mbarrier_arrive_and_expect_tx(full_warp + slot, num_bytes)
-        if (lane // 4 == group) & ((mask >> lane) & 1 == 1):
-            dst = raw_warp + (slot * 4 + lane % 4) * self.raw_pitch
-            bulk_copy_to_smem(dst, src, self.fmt.row_bytes, Int32((full_warp + slot).toint()))
+            if piece == 0:
+                cute.make_tensor(shared.valid, 4)[w] = mask
+            cute.arch.mbarrier_arrive_and_expect_tx(full, Int32(cute.arch.popc(mask)) * size)
 
     @cute.jit
-    def math0(
-        self, params: Params, part_idx: Int32, s_idx: Int32, head_tile: Int32, t: Int32,
-        mma_qk: cute.TiledMma, mma_qk_rs: cute.TiledMma, mma_pv: cute.TiledMma, tma_o: cute.CopyAtom,
-        tma_mO: cute.Tensor,
-        sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sP: cute.Tensor, sAlpha: cute.Tensor, sFactor: cute.Tensor,
-        valid: cute.Pointer, q_full: cute.Pointer, k_full: cute.Pointer, k_empty: cute.Pointer,
+    def convert(
+        self, params: Params, s_idx: Int32, head_tile: Int32, t: Int32, mma_qk: cute.TiledMma,
+        mma_rope: cute.TiledMma, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor, shared: Shared,
     ):  # fmt: skip
-        """S = Q K^T, online softmax, the left half of O, lse.
+        """K in fp16: into registers for S^T = K Q^T, into shared memory as V; softmax over keys; lse.
 
-        Consumes q_full, k_full. Produces P_READY (P, alpha), FACTOR_READY, O[:, :128], lse; releases k_empty.
+        Consumes the raw records (raw_full), Q; waits for v_empty and p_empty. Produces V, P, alpha, factor (p_full) and
+        lse. Warp w owns keys 16w..16w+15 of a block, a lane columns 16 pc..16 pc + 15 of each tile of keys g and g + 8.
         """
-        thr_qk, thr_pv = mma_qk.get_slice(t), mma_pv.get_slice(t)
-        rQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, 1, 4 * q_smem_tiles): descriptors
-        rK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, 1, 36, stages); MODEL1 uses 32
-        rV = mma_pv.make_fragment_B(thr_pv.partition_B(self.columns_of(sV, 0, mode=0)))  # (MMA, 1, 4, stages)
-        accS = cute.make_rmem_tensor(thr_qk.partition_shape_C((TILE_M, self.tile_n)), Float32)  # ((2,2,8),1,1)
-        accO = cute.make_rmem_tensor(thr_pv.partition_shape_C((TILE_M, self.columns[0])), Float32)  # ((2,2,16),1,1)
-        # P as the register operand of PV: the accumulator's order is the operand's.
-        rP = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, self.tile_n // 16)), BFloat16)
-        rP_as_acc = cute.make_tensor(rP.iterator, accS.layout)
-        rQ_reg = cute.make_rmem_tensor(
-            cute.make_layout(((2, 2, 2), 1, 4 * max(self.config.q_tiles_in_registers, 1))), BFloat16
-        )  # the last Q tiles, as the register operand of QK
+        lane, w = cute.arch.lane_idx(), cute.arch.make_warp_uniform(t // 32)
+        g, pc = lane // 4, lane % 4
+        thr_qk = mma_qk.get_slice(t)
+        rQ = mma_qk.make_fragment_B(thr_qk.partition_B(shared.sQ16))  # (MMA, 1, 4 * num_tiles): descriptors
+        rQ_rope = mma_rope.make_fragment_B(mma_rope.get_slice(t).partition_B(shared.sQ))
+        accS = cute.make_rmem_tensor(thr_qk.partition_shape_C((self.tile_n, TILE_M)), Float32)  # ((2,2,8),1,1)
+        sPT = cute.make_tensor(shared.sP.iterator, cute.select(shared.sP.layout, mode=[1, 0]))  # [keys, heads]
         copy_p = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), BFloat16), mma_qk
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), Float16), mma_qk
         ).get_slice(t)
-        row = fragment_row(t)
-        row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        alpha = cute.make_rmem_tensor(2, Float32)
+        rP = cute.make_rmem_tensor(accS.layout, Float16)
+        exchange = Int32(shared.exchange.toint())
+        top_warp = Int32(shared.top.toint()) + w * (TILE_M * 4)
+        top = cute.make_rmem_tensor(16, Float32)  # base 2, of heads 8 j + 2 pc + e at 2 j + e, as row_sum
+        row_sum = cute.make_rmem_tensor(16, Float32)  # of heads 8 j + 2 pc + e at 2 j + e, over this lane's keys
 
-        part = self.load_part(params.metadata, part_idx)
-        n, q_phase = Int32(0), Int32(0)
+        part = self.load_part(shared)
+        if part.begin_req <= part.end_req:
+            self.load_q(part.begin_req, s_idx, head_tile, w, tma_q, tma_mQ, shared)
+        zero = Uint32(params.metadata.shape[0]) >> 31  # which the compiler does not know
+        n, v_slot, v_phase = Int32(0), Int32(0), Int32(1)
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, req)
-            self.load_q_registers(params, req, s_idx, head_tile, t, rQ_reg)
-            row_max.fill(-1e30)  # finite: -inf - -inf is NaN
+            first_block, last_block = work.first_block, work.last_block
+            # Finite: -inf - -inf is NaN.
+            self.store_pair(top_warp, lane, (Float32(-1e30), Float32(-1e30)))
+            cute.arch.mbarrier_wait(shared.q_full, (req - part.begin_req) & 1)
+            if req == part.begin_req:  # with the help of math, which has nothing to do yet
+                self.convert_q(shared, t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
+            else:
+                self.convert_q(shared, t, WARPGROUP, NamedBarriers.CONVERT)
             row_sum.fill(0.0)
-            accO.fill(0.0)
-            cute.arch.mbarrier_wait(q_full, q_phase)
-            q_phase ^= 1
-            for block in cutlass.range(work.first_block, work.last_block, unroll=1):
-                stage, phase = ring(n, self.stages)
-                cute.arch.mbarrier_wait(k_full + stage, phase)
-                warpgroup.fence()
-                mma_qk.set(warpgroup.Field.ACCUMULATE, False)
-                for k in cutlass.range_constexpr(4 * self.q_smem_tiles):
-                    cute.gemm(mma_qk, accS, rQ[None, None, k], rK[None, None, k, stage], accS)
-                    mma_qk.set(warpgroup.Field.ACCUMULATE, True)
-                mma_qk_rs.set(warpgroup.Field.ACCUMULATE, True)
-                for k in cutlass.range_constexpr(4 * self.config.q_tiles_in_registers):
-                    cute.gemm(
-                        mma_qk_rs, accS, rQ_reg[None, None, k], rK[None, None, 4 * self.q_smem_tiles + k, stage], accS
-                    )
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
+            for block in cutlass.range(first_block, last_block, unroll=1):
+                if (block + 1 == last_block) & (req < part.end_req):
+                    self.prefetch_q(req + 1, s_idx, head_tile, w, tma_q, tma_mQ, shared)
+                cute.arch.mbarrier_wait(shared.raw_full + w, n & 1)
+                valid = cute.make_tensor(shared.valid, 4)[w]
+                v_slot, v_phase, exponents = self.scores(
+                    shared, mma_qk, mma_rope, rQ, rQ_rope, accS, w, lane, v_slot, v_phase, n & 1, block > first_block, zero
+                )
+                # accS -> base-2 logits plus the exponent of the key: V is smaller by just that.
+                for i in cutlass.range_constexpr(cute.size(accS)):
+                    r = i // 2 % 2
+                    power = (exponents[r] << 23).bitcast(Float32)
+                    accS[i] = accS[i] * (power * (params.scale_log2 * Q_SCALE)) + (Float32(Int32(exponents[r])) - 127.0)
 
-                self.softmax(params.scale_log2, valid, stage, t, accS, row_max, row_sum, alpha)
-                rP_as_acc.store(accS.load().to(BFloat16))
-                if t % 4 == 0:
-                    sAlpha[row, stage] = alpha[0]
-                    sAlpha[row + 8, stage] = alpha[1]
-                # All four warps have read the rope tile through their WGMMAs before P overwrites it.
-                cute.arch.barrier(barrier_id=NamedBarriers.MATH0, number_of_threads=WARPGROUP)
-                cute.copy(copy_p, copy_p.retile(rP_as_acc), copy_p.partition_D(sP[None, None, stage]))
-                cute.arch.fence_proxy("async.shared", space="cta")  # P's generic stores become visible to math1's WGMMA
-                cute.arch.barrier_arrive(barrier_id=NamedBarriers.P_READY + stage, number_of_threads=2 * WARPGROUP)
-
-                self.rescale(accO, alpha)
-                warpgroup.fence()
-                mma_pv.set(warpgroup.Field.ACCUMULATE, True)
-                for k in cutlass.range_constexpr(self.tile_n // 16):
-                    cute.gemm(mma_pv, accO, rP[None, None, k], rV[None, None, k, stage], accO)
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                if block + 1 < work.last_block:  # the last stage of a request is released behind the epilogue
-                    self.release(k_empty + stage)
+                # Masked by select and after the product: adding -inf to a NaN would stay NaN.
+                if valid != 0xFFFF:
+                    for i in cutlass.range_constexpr(cute.size(accS)):
+                        key = g + 8 * (i // 2 % 2)  # element e + 2 r + 4 j: key g + 8 r, head 8 j + 2 pc + e
+                        accS[i] = cutlass.select_((valid >> key) & 1 == 1, accS[i], Float32(-INF))
+                # m is raised only when some P would exceed 2 ** 15; then to 7 below the maximum, for all heads.
+                excess = Float32(-INF)
+                for j in cutlass.range_constexpr(8):
+                    pair = smem_tensor(top_warp + (8 * j + 2 * pc) * 4, Float32, 2)
+                    for e in cutlass.range_constexpr(2):
+                        i = 2 * j + e
+                        top[i] = pair[e]
+                        excess = cute.arch.fmax(excess, cute.arch.fmax(accS[4 * j + e], accS[4 * j + 2 + e]) - top[i])
+                is_raised = barrier_any(NamedBarriers.CONVERT, WARPGROUP, excess > P_BITS)
+                if (block + 1 == last_block) & (req < part.end_req):  # all four warps are done with Q
+                    self.load_q(req + 1, s_idx, head_tile, w, tma_q, tma_mQ, shared)
+                if is_raised != 0:
+                    self.raise_maxima(shared, accS, top, row_sum, top_warp, exchange, w, lane, n)
+                for i in cutlass.range_constexpr(16):
+                    j, e = i // 2, i % 2
+                    for r in cutlass.range_constexpr(2):
+                        p = cute.math.exp2(accS[4 * j + 2 * r + e] - top[i], fastmath=True)
+                        accS[4 * j + 2 * r + e] = p
+                        row_sum[i] = row_sum[i] + p * ((254 - exponents[r]) << 23).bitcast(Float32)
+                rP.store(accS.load().to(Float16))
+                cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)
+                if (w == 0) & (lane == 0):
+                    cute.make_tensor(shared.is_raised, 1)[0] = is_raised
+                cute.copy(copy_p, copy_p.retile(rP), copy_p.partition_D(sPT))
+                if block + 1 == last_block:
+                    buffer = exchange + 4 * TILE_M * 4  # not that of the maxima, which may still be read
+                    self.share(self.over_keys(row_sum, lane, lambda a, b: a + b), buffer, w, lane)
+                    cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
+                    if w == 0:
+                        total = self.gather(buffer, lane, lambda a, b: a + b)
+                        self.finish(params, shared, part, req, s_idx, head_tile, lane, self.load_pair(top_warp, lane), total)
+                cute.arch.fence_proxy("async.shared", space="cta")  # V and P become visible to the products of math
+                self.release(shared.p_full)
+                if block + 1 == last_block:
+                    self.release(shared.p_full + 1)
                 n += 1
 
-            stage, _ = ring(n - 1, self.stages)
-            work = self.work_range(params, part, req)  # again, rather than held in registers through the loop
-            factor = self.finish_rows(params, work, req, s_idx, head_tile, row, t, row_max, row_sum)
-            if t % 4 == 0:
-                sFactor[row, stage] = factor[0]
-                sFactor[row + 8, stage] = factor[1]
-            cute.arch.barrier_arrive(barrier_id=NamedBarriers.FACTOR_READY + stage, number_of_threads=2 * WARPGROUP)
-            self.store_o(params, work, req, s_idx, head_tile, t, 0, stage, mma_pv, tma_o, tma_mO, sK, accO, factor)
-            self.release(k_empty + stage)
+    # ---- steps of convert ----
+
+    def scores(
+        self, shared: Shared, mma_qk: cute.TiledMma, mma_rope: cute.TiledMma, rQ: cute.Tensor, rQ_rope: cute.Tensor,
+        accS: cute.Tensor, w: Int32, lane: Int32, v_slot: Int32, v_phase: Int32, raw_phase: Int32, has_waiting: Boolean,
+        zero: Uint32,
+    ):  # fmt: skip
+        """accS = K Q^T for the block's 64 keys, and V: tile by tile of 64 columns, loaded ahead, converted, stored, multiplied.
+
+        Lane 4 g + pc has keys g and g + 8 of the warp's 16 and 16 columns of each tile. Whole at trace time: no branch.
+        """
+        g, pc = lane // 4, lane % 4
+        pitch, tile_bytes = self.raw_pitch, self.tile_n * SW128_COLUMNS * 2
+        record = Int32(shared.raw.toint()) + (16 * w + g // 2 + 4 * (g & 1)) * pitch
+        records = (record, record + 8 * pitch)
+        v_row = Int32(shared.sV.iterator.toint()) + (16 * w + g) * 128
+        # K as the register operand, two column tiles: one is multiplied while the other one is converted.
+        rK = [cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4)), Float16) for _ in (0, 1)]
+        stored = self.v_tiles
+        right, left = range(stored // 2, stored), range(stored // 2)
+        order = [*range(stored, self.num_tiles), *right, *left]  # V32's rope, which is not of V, first
+
+        rope = [self.load_codes(r, self.num_tiles - 1, pc) for r in records]
+        scales, exponents = zip(*(self.load_scales(r, rope[i]) for i, r in enumerate(records)))
+        codes, loaded = {self.num_tiles - 1: rope}, []
+        for tile in right[:2]:
+            codes[tile] = [self.load_codes(r, tile, pc) for r in records]
+        for i, tile in enumerate(order):
+            is_stored = tile < stored
+            if tile == left[0]:
+                # The right half's slot needs no wait: its last reader was math 1 with block n - 2, which then released P,
+                # and for that this warp has waited in block n - 1.
+                cute.arch.mbarrier_wait(shared.v_empty + v_slot, v_phase)
+            if is_stored:
+                for ahead in [other for other in order if other not in codes][:2]:
+                    if ahead == left[0]:
+                        cute.arch.mbarrier_wait(shared.raw_full + (4 + w), raw_phase)
+                    codes[ahead] = [self.load_codes(r, ahead, pc) for r in records]
+                    last_right = right[-1] if self.num_tiles > stored else right[-2]  # MODEL1's last one is rope
+                    if ahead in (last_right, left[-1]):
+                        loaded.append((ahead, codes[ahead][1][-1][3]))
+            if i >= 2:
+                warpgroup.wait_group(1)  # the tile before the last one: its registers are free
+            if is_stored:
+                k = [self.to_fp16(codes[tile][r], scales[r], exponents[r], tile) for r in (0, 1)]
+            else:
+                k = [self.rope_to_bf16(codes[tile][r], exponents[r]) for r in (0, 1)]
+            fragment = cute.recast_tensor(rK[i % 2], Uint32)
+            for r in (0, 1):
+                for s in range(4):
+                    for h in (0, 1):  # 4 columns of k-step s are 2 pc, 2 pc + 1 (h = 0) and 2 pc + 8, 2 pc + 9 of its 16
+                        fragment[4 * s + 2 * h + r] = k[r][2 * s + h]
+            if is_stored:
+                v_tile = v_row + v_slot * (self.tile_n * HALF * 2) + tile % 4 * tile_bytes
+                chunks = (2 * pc, 2 * pc + 1) if tile * SW128_COLUMNS < self.fmt.d_nope else (pc, pc + 4)
+                for r in (0, 1):
+                    for part in (0, 1):  # the row's 16-byte chunk j lies at j ^ (row % 8)
+                        words = cute.make_tensor(k[r].iterator + 4 * part, 4)
+                        store_smem_16b(v_tile + r * 1024 + ((chunks[part] ^ g) * 16), words)
+            warpgroup.fence()
+            for s in range(4):
+                if is_stored:
+                    mma_qk.set(warpgroup.Field.ACCUMULATE, i + s > 0)
+                    cute.gemm(mma_qk, accS, rK[i % 2][None, None, s], rQ[None, None, 4 * tile + s], accS)
+                else:
+                    mma_rope.set(warpgroup.Field.ACCUMULATE, s > 0)
+                    a = cute.recast_tensor(rK[i % 2], BFloat16)
+                    cute.gemm(mma_rope, accS, a[None, None, s], rQ_rope[None, None, 4 * tile + s], accS)
+            warpgroup.commit_group()
+            if i == len(order) - 1:
+                self.release_if(shared.p_full + 1, has_waiting)
+            for ahead, word in loaded:
+                self.release_raw(shared.raw_empty + (w if ahead >= left.stop else 4 + w), lane, word, zero)
+            loaded = []
+            if is_stored and tile % 4 == 3:
+                v_slot += 1
+                wraps = v_slot == V_SLOTS
+                v_slot = cutlass.select_(wraps, Int32(0), v_slot)
+                v_phase = cutlass.select_(wraps, v_phase ^ 1, v_phase)
+        warpgroup.wait_group(0)
+        return v_slot, v_phase, exponents
+
+    def load_codes(self, record: Int32, tile: int, pc: Int32) -> list[cute.Tensor]:
+        """A lane's part of column tile `tile` of a record: 16 codes, or of rope 8 values and the 8 that lie 32 further."""
+        if tile * SW128_COLUMNS < self.fmt.d_nope:
+            return [load_smem_16b(record + self.fmt.nope_offset + tile * SW128_COLUMNS + pc * 16)]
+        return [load_smem_16b(record + self.fmt.rope_offset + 64 * i + pc * 16) for i in (0, 1)]
+
+    def load_scales(self, record: Int32, rope: list[cute.Tensor]):
+        """Scales of a key's quantisation tiles over 2 ** (exponent - 127), each as a pair of fp16; and that exponent.
+
+        The exponent is chosen so that no value of V leaves fp16's range: 448 * scale / 2 ** (exponent - 127) < 7168.
+        """
+        words = cute.make_rmem_tensor(4 if self.fmt.scale_bytes == 4 else 2, Uint32)
+        address = record + (self.fmt.scale_offset if self.fmt.scale_bytes == 4 else self.fmt.row_bytes)
+        cute.autovec_copy(smem_tensor(address, Uint32, cute.size(words)), words)
+        if self.fmt.scale_bytes == 4:
+            fields = [(words[i] & 0x7FFFFFFF) >> 23 for i in range(4)]
+        else:
+            fields = [(words[i // 4] >> (8 * (i % 4))) & 255 for i in range(self.fmt.num_scales)]
+        top = Uint32(MIN_EXPONENT)
+        for field in fields:
+            top = cutlass.max(top, field)
+        if self.num_tiles == self.v_tiles:  # rope is part of V: its values must stay below 65504 too
+            top = self.cover_rope(top, [half[i] for half in rope for i in range(4)])
+        exponent = top - 3
+        scales = []
+        for i, field in enumerate(fields):
+            if self.fmt.scale_bytes == 4:
+                ratio = words[i].bitcast(Float32) * ((254 - exponent) << 23).bitcast(Float32)
+            else:
+                bits = (field + 127 - cutlass.min(exponent, field + 127)) << 23
+                ratio = Uint32(cutlass.select_(field == 255, Uint32(0x7FC00000), bits)).bitcast(Float32)
+            scales.append(fp16_pair(ratio))
+        return scales, exponent
 
     @cute.jit
-    def math1(
-        self, params: Params, part_idx: Int32, s_idx: Int32, head_tile: Int32, t: Int32, mma_pv: cute.TiledMma,
-        tma_q: cute.CopyAtom, tma_mQ: cute.Tensor, tma_o: cute.CopyAtom, tma_mO: cute.Tensor,
-        sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sP: cute.Tensor, sAlpha: cute.Tensor, sFactor: cute.Tensor,
-        q_full: cute.Pointer, k_empty: cute.Pointer,
-    ):  # fmt: skip
-        """The right half of O; loads Q, because it is the role that knows when math0 is done with the old one.
+    def cover_rope(self, top: Uint32, words: list) -> Uint32:
+        """The least top so that rope / 2 ** (top - 3 - 127) stays below 2 ** 16: a bound first, the maximum where it fails."""
+        every = Uint32(0)
+        for word in words:
+            every = every | word
+        bound = ((every | (every << 16)) >> 23) & 255  # an exponent at least as large as each of them
+        if cute.arch.vote_any_sync(bound > top + 12):
+            largest = Uint32(0)
+            for word in words:
+                largest = cutlass.max(largest, cutlass.max(word & 0x7FFF0000, (word << 16) & 0x7FFF0000))
+            for offset in (1, 2):
+                largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
+            top = cutlass.max(top, (largest >> 23) - cutlass.min(largest >> 23, Uint32(12)))
+        return top
 
-        Consumes P_READY (behind which K is visible too), FACTOR_READY. Produces Q, O[:, 128:]; releases k_empty.
+    def to_fp16(self, codes: list[cute.Tensor], scales: list, exponent: Uint32, tile: int) -> cute.Tensor:
+        """Registers [8] of fp16 pairs, over 2 ** (exponent - 127), from what `load_codes` returns."""
+        if len(codes) == 1:
+            return e4m3_to_fp16(codes[0], scales[tile * SW128_COLUMNS // self.fmt.quant_tile])
+        words = cute.make_rmem_tensor(8, Uint32)
+        inverse = ((254 - exponent) << 23).bitcast(Float32)
+        for i in range(2):
+            bf16_to_fp16(codes[i], inverse, cute.make_tensor(words.iterator + 4 * i, 4))
+        return words
+
+    def rope_to_bf16(self, codes: list[cute.Tensor], exponent: Uint32) -> list:
+        """[8] bf16 pairs of rope over 2 ** (exponent - 127), exactly: rope that is no part of V keeps bf16's range."""
+        inverse = (254 - exponent) << 7
+        inverse = inverse | (inverse << 16)
+        return [mul_bf16x2(codes[i // 4][i % 4], inverse) for i in range(8)]
+
+    @cute.jit
+    def release_if(self, barrier: cute.Pointer, condition: Boolean):
+        """The second math warpgroup's products with the last block's V: they fill the matrix units during the softmax."""
+        if condition:
+            self.release(barrier)
+
+    @cute.jit
+    def release_raw(self, barrier: cute.Pointer, lane: Int32, last: Uint32, zero: Uint32):
+        """The warp's records are in registers. `last` was loaded last: the address depends on it (by nothing, `zero` is 0 at
+        run time), because an arrival alone does not wait for loads that are still queued."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            address = Int32(barrier.toint()) + Int32(last & zero)
+            cute.arch.mbarrier_arrive(cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=8))
+
+    def over_keys(self, values: cute.Tensor, lane: Int32, op):
+        """[16] of heads 8 j + 2 pc + e, over this lane's keys -> [2] of heads 2 lane, 2 lane + 1, over the warp's 16 keys.
+
+        Lanes that differ in g hold other keys of the same heads: each step halves the heads and doubles the keys.
         """
-        thr_pv = mma_pv.get_slice(t)
-        rP = mma_pv.make_fragment_A(thr_pv.partition_A(sP))  # (MMA, 1, 4, stages)
-        rV = mma_pv.make_fragment_B(thr_pv.partition_B(self.columns_of(sV, 1, mode=0)))  # (MMA, 2, 4, stages)
-        accO = cute.make_rmem_tensor(thr_pv.partition_shape_C((TILE_M, self.columns[1])), Float32)  # ((2,2,24),1,2)
-        alpha, factor = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        row = fragment_row(t)
+        values = [values[i] for i in range(16)]
+        for offset in (16, 8, 4):
+            upper = (lane & offset) != 0
+            half = len(values) // 2
+            kept = [cutlass.select_(upper, values[i + half], values[i]) for i in range(half)]
+            sent = [cutlass.select_(upper, values[i], values[i + half]) for i in range(half)]
+            values = [op(k, cute.arch.shuffle_sync_bfly(s, offset=offset)) for k, s in zip(kept, sent)]
+        return values
 
-        part = self.load_part(params.metadata, part_idx)
-        if part.begin_req <= part.end_req:
-            self.load_q(part.begin_req, s_idx, head_tile, t, tma_q, tma_mQ, sQ, q_full)
-        n = Int32(0)
-        for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
-            work = self.work_range(params, part, req)
-            accO.fill(0.0)
-            for block in cutlass.range(work.first_block, work.last_block, unroll=1):
-                stage, _ = ring(n, self.stages)
-                cute.arch.barrier(barrier_id=NamedBarriers.P_READY + stage, number_of_threads=2 * WARPGROUP)
-                if (block + 1 == work.last_block) & (req < part.end_req):  # math0's last QK of this request is done
-                    self.load_q(req + 1, s_idx, head_tile, t, tma_q, tma_mQ, sQ, q_full)
-                alpha[0], alpha[1] = sAlpha[row, stage], sAlpha[row + 8, stage]
-                self.rescale(accO, alpha)
-                warpgroup.fence()
-                mma_pv.set(warpgroup.Field.ACCUMULATE, True)
-                for k in cutlass.range_constexpr(self.tile_n // 16):
-                    cute.gemm(mma_pv, accO, rP[None, None, k, stage], rV[None, None, k, stage], accO)
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                if block + 1 < work.last_block:
-                    self.release(k_empty + stage)
-                n += 1
+    def share(self, pair, buffer: Int32, w: Int32, lane: Int32):
+        """This warp's [2] of heads 2 lane, 2 lane + 1 for the others."""
+        values = cute.make_rmem_tensor(2, Float32)
+        values[0], values[1] = pair
+        cute.autovec_copy(values, smem_tensor(buffer + w * (TILE_M * 4) + lane * 8, Float32, 2))
 
-            stage, _ = ring(n - 1, self.stages)
-            cute.arch.barrier(barrier_id=NamedBarriers.FACTOR_READY + stage, number_of_threads=2 * WARPGROUP)
-            factor[0], factor[1] = sFactor[row, stage], sFactor[row + 8, stage]
-            work = self.work_range(params, part, req)
-            self.store_o(params, work, req, s_idx, head_tile, t, 1, stage, mma_pv, tma_o, tma_mO, sK, accO, factor)
-            self.release(k_empty + stage)
+    def gather(self, buffer: Int32, lane: Int32, op):
+        """[2] of heads 2 lane, 2 lane + 1 from all four warps."""
+        total = None
+        for i in range(4):
+            values = cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(smem_tensor(buffer + i * (TILE_M * 4) + lane * 8, Float32, 2), values)
+            pair = (values[0], values[1])
+            total = pair if total is None else tuple(op(a, b) for a, b in zip(total, pair))
+        return total
 
-    # ---- steps of the roles ----
+    def store_pair(self, array: Int32, lane: Int32, pair):
+        values = cute.make_rmem_tensor(2, Float32)
+        values[0], values[1] = pair[0], pair[1]
+        cute.autovec_copy(values, smem_tensor(array + lane * 8, Float32, 2))
 
-    def columns_of(self, tensor: cute.Tensor, math: int, mode: int) -> cute.Tensor:
-        """The part of V (mode 0) or of O's staging (mode 1) whose columns belong to warpgroup `math`."""
-        origin = [0] * cute.rank(tensor)
-        origin[mode] = self.first_column[math]
-        tiler = (self.columns[math], self.tile_n) if mode == 0 else (TILE_M, self.columns[math])
-        coord = (0, 0) if cute.rank(tensor) == 2 else (0, 0, None)
-        return cute.local_tile(cute.domain_offset(tuple(origin), tensor), tiler, coord)
+    def load_pair(self, array: Int32, lane: Int32):
+        values = cute.make_rmem_tensor(2, Float32)
+        cute.autovec_copy(smem_tensor(array + lane * 8, Float32, 2), values)
+        return values
+
+    @cute.jit
+    def raise_maxima(
+        self, shared: Shared, accS: cute.Tensor, top: cute.Tensor, row_sum: cute.Tensor, top_warp: Int32,
+        exchange: Int32, w: Int32, lane: Int32, n: Int32,
+    ):  # fmt: skip
+        """New m of all heads into `top` and the warp's copy of it; sums and (by way of alpha) O follow."""
+        pc = lane % 4
+        maxima = cute.make_rmem_tensor(16, Float32)
+        for i in cutlass.range_constexpr(16):
+            j, e = i // 2, i % 2
+            maxima[i] = cute.arch.fmax(accS[4 * j + e], accS[4 * j + 2 + e])
+        self.share(self.over_keys(maxima, lane, cute.arch.fmax), exchange, w, lane)
+        cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
+        block_max = self.gather(exchange, lane, cute.arch.fmax)
+        old = self.load_pair(top_warp, lane)
+        new, alpha = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for e in cutlass.range_constexpr(2):
+            new[e] = cute.arch.fmax(old[e], block_max[e] - RAISED_BITS)
+            alpha[e] = cute.math.exp2(old[e] - new[e], fastmath=True)
+        cute.arch.sync_warp()  # every lane has read the old ones
+        self.store_pair(top_warp, lane, new)
+        if w == 0:
+            cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)
+            self.store_pair(Int32(shared.alpha.toint()), lane, alpha)
+        for i in cutlass.range_constexpr(16):  # lane 4 j + pc has heads 8 j + 2 pc and the next
+            top[i] = cute.arch.shuffle_sync(new[i % 2], 4 * (i // 2) + pc)
+            row_sum[i] = row_sum[i] * cute.arch.shuffle_sync(alpha[i % 2], 4 * (i // 2) + pc)
+        cute.arch.sync_warp()  # the new ones before the next block's loads
 
     @cute.jit
     def load_q(
-        self, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor,
-        sQ: cute.Tensor, q_full: cute.Pointer,
+        self, req: Int32, s_idx: Int32, head_tile: Int32, w: Int32, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor,
+        shared: Shared,
     ):  # fmt: skip
-        """TMA load of Q's shared-memory tiles [64, 448] by the first warp of the calling warpgroup."""
-        if cute.arch.make_warp_uniform(t // 32) == 0:
-            gQ = cute.local_tile(tma_mQ[None, None, s_idx, req], cute.product_each(sQ.shape), (head_tile, 0))
+        """TMA load of Q [64, d_qk] by the first warp of the calling warpgroup."""
+        if w == 0:
+            gQ = cute.local_tile(tma_mQ[None, None, s_idx, req], cute.product_each(shared.sQ.shape), (head_tile, 0))
             tQsQ, tQgQ = cpasync.tma_partition(
-                tma_q, 0, cute.make_layout(1), cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2)
+                tma_q, 0, cute.make_layout(1), cute.group_modes(shared.sQ, 0, 2), cute.group_modes(gQ, 0, 2)
             )
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE_M * self.q_smem_tiles * SW128_COLUMNS * 2)
-            cute.copy(tma_q, tQgQ, tQsQ, tma_bar_ptr=q_full)
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, TILE_M * self.fmt.d_qk * 2)
+            cute.copy(tma_q, tQgQ, tQsQ, tma_bar_ptr=shared.q_full)
 
     @cute.jit
-    def load_q_registers(
-        self, params: Params, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, rQ_reg: cute.Tensor
-    ):
-        """The last Q tiles from global memory straight into operand fragments, 4 bytes (two columns) a load.
-
-        Rows past h_q repeat the last head: they are computed and never stored.
-        """
-        for half in cutlass.range_constexpr(2):
-            head = cutlass.min(head_tile * TILE_M + fragment_row(t) + 8 * half, self.h_q - 1)
-            gQ = cute.zipped_divide(params.q[Int64(req), s_idx, head, None], (2,))  # ((2), 288)
-            for k in cutlass.range_constexpr(4 * self.config.q_tiles_in_registers):
-                for side in cutlass.range_constexpr(2):  # columns 2j, 2j+1 and 2j+8, 2j+9 of the 16, j = t % 4
-                    pair = (self.q_smem_tiles * SW128_COLUMNS + 16 * k + 8 * side) // 2 + t % 4
-                    cute.autovec_copy(gQ[None, pair], rQ_reg[(None, half, side), 0, k])
-
-    @cute.jit
-    def softmax(
-        self, scale_log2: Float32, valid: cute.Pointer, stage: Int32, t: Int32, accS: cute.Tensor,
-        row_max: cute.Tensor, row_sum: cute.Tensor, alpha: cute.Tensor,
+    def prefetch_q(
+        self, req: Int32, s_idx: Int32, head_tile: Int32, w: Int32, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor,
+        shared: Shared,
     ):  # fmt: skip
-        """accS: raw scores -> unnormalised probabilities. Updates row_max (scaled, base 2), row_sum (own columns)."""
-        words = cute.make_tensor(cute.recast_ptr(valid + stage * 4, dtype=Uint32), 2)
-        low, high = words[0], words[1]
-        if (low & high) != Uint32(0xFFFFFFFF):
-            # By select and after the product: adding -inf to a NaN would stay NaN.
-            # Element i of a thread is in column 8 (i / 4) + 2 (t % 4) + i % 2.
-            low, high = low >> (2 * (t % 4)), high >> (2 * (t % 4))
-            for i in cutlass.range_constexpr(cute.size(accS)):
-                word, bit = (low, high)[i // 16], 8 * (i // 4 % 4) + i % 2
-                accS[i] = cutlass.select_((word >> bit) & 1 == 1, accS[i], Float32(-INF))
-        for half in cutlass.range_constexpr(2):
-            block_max = accS[2 * half]
-            for i in cutlass.range_constexpr(cute.size(accS)):
-                if const_expr(i // 2 % 2 == half):
-                    block_max = cute.arch.fmax(block_max, accS[i])
-            new_max = cute.arch.fmax(row_max[half], quad_max(block_max) * scale_log2)
-            alpha[half] = cute.math.exp2(row_max[half] - new_max, fastmath=True)
-            row_max[half] = new_max
-            block_sum = Float32(0)
-            for i in cutlass.range_constexpr(cute.size(accS)):
-                if const_expr(i // 2 % 2 == half):
-                    accS[i] = cute.math.exp2(accS[i] * scale_log2 - new_max, fastmath=True)
-                    block_sum += accS[i]
-            row_sum[half] = row_sum[half] * alpha[half] + block_sum
+        """Q of a later request into L2."""
+        if w == 0:
+            gQ = cute.local_tile(tma_mQ[None, None, s_idx, req], cute.product_each(shared.sQ.shape), (head_tile, 0))
+            _, tQgQ = cpasync.tma_partition(
+                tma_q, 0, cute.make_layout(1), cute.group_modes(shared.sQ, 0, 2), cute.group_modes(gQ, 0, 2)
+            )
+            with cute.arch.elect_one():  # unlike a copy it does not elect by itself
+                cute.prefetch(tma_q, tQgQ)
+
+    @cute.jit
+    def convert_q(self, shared: Shared, t: Int32, num_threads: cutlass.Constexpr, barrier: cutlass.Constexpr):
+        """Q / Q_SCALE in fp16 (V32's rope stays bf16), columns in the order of K's in its registers: a thread does whole rows
+        of a tile, in place."""
+        row, swizzle, group, groups = t % TILE_M, t & 7, t // TILE_M, num_threads // TILE_M
+        base = Int32(shared.sQ.iterator.toint()) + row * 128
+        nope_tiles = self.fmt.d_nope // SW128_COLUMNS
+        rounds = nope_tiles // groups
+        tiles = [base + (groups * i + group) * (TILE_M * 128) for i in range(rounds + 1)]
+        ahead = load_row(tiles[0], swizzle)
+        for i in cutlass.range_constexpr(rounds):
+            chunks = ahead
+            if const_expr(i + 1 < rounds):  # loaded before this one is stored, to cover the latency
+                ahead = load_row(tiles[i + 1], swizzle)
+            self.store_q(tiles[i], swizzle, chunks, False)
+        rest = nope_tiles - rounds * groups  # and rope behind them
+        if group < rest:
+            self.store_q(tiles[rounds], swizzle, load_row(tiles[rounds], swizzle), False)
+        elif group == rest:
+            self.store_q(tiles[rounds], swizzle, load_row(tiles[rounds], swizzle), True)
+        cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=num_threads)
+
+    def store_q(self, row: Int32, swizzle: Int32, chunks: list[cute.Tensor], is_rope: bool):
+        """64 columns: position 16 s + 8 h + 2 j + e gets column 16 j + 4 s + 2 h + e; of rope column
+        32 (s / 2) + 8 j + 4 (s % 2) + 2 h + e.
+
+        That is the order in which lane pc = j holds its 16 columns of K as k-steps s of the MMA.
+        """
+        for s in range(4):
+            for h in (0, 1):
+                words = cute.make_rmem_tensor(4, Uint32)  # pairs of columns
+                for j in range(4):
+                    chunk = 4 * (s // 2) + j if is_rope else 2 * j + s // 2
+                    words[j] = mul_bf16x2(chunks[chunk][2 * (s % 2) + h], Uint32(Q_SCALE_INVERSE))
+                if not is_rope or self.num_tiles == self.v_tiles:
+                    bf16_to_fp16(words, None, words)
+                    for j in range(4):
+                        words[j] = nan_if_inf(words[j])  # so that what fp16 cannot hold is seen in the result
+                store_smem_16b(row + (((2 * s + h) ^ swizzle) * 16), words)
+
+    @cute.jit
+    def finish(
+        self, params: Params, shared: Shared, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, lane: Int32,
+        row_max, total,
+    ):  # fmt: skip
+        """One warp: lse (natural log, or base 2 for a piece) and the factors that turn the accumulated O into the output.
+
+        Nothing attended: factor 0, lse +inf (a piece: -inf). The sink counts once: here for a whole request, in combine
+        for a split one.
+        """
+        work = self.work_range(params, part, req)  # again, rather than held in registers through the loop
+        factor = cute.make_rmem_tensor(2, Float32)
+        for e in cutlass.range_constexpr(2):
+            head = head_tile * TILE_M + 2 * lane + e
+            lse_log2 = cute.math.log2(total[e], fastmath=True) + row_max[e]
+            denominator = total[e]
+            if const_expr(params.attn_sink is not None):
+                sink_log2 = params.attn_sink[cutlass.min(head, self.h_q - 1)] * LOG2_E
+                sink = cute.math.exp2(sink_log2 - row_max[e], fastmath=True)
+                denominator += cutlass.select_(work.is_split, Float32(0), sink)
+            is_empty = total[e] == 0.0
+            factor[e] = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
+            if head < self.h_q:
+                if work.is_split:
+                    piece_lse = cutlass.select_(is_empty, Float32(-INF), lse_log2)
+                    params.lse_partial[Int64(work.slot), s_idx, head] = piece_lse
+                else:
+                    params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse_log2 * LN_2)
+        self.store_pair(Int32(shared.factor.toint()), lane, factor)
+
+    # ---- steps of math ----
 
     @cute.jit
     def rescale(self, accO: cute.Tensor, alpha: cute.Tensor):
@@ -803,81 +1056,43 @@ class SparseDecode:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def finish_rows(
-        self, params: Params, work: Work, req: Int32, s_idx: Int32, head_tile: Int32, row: Int32, t: Int32,
-        row_max: cute.Tensor, row_sum: cute.Tensor,
-    ):  # fmt: skip
-        """Writes lse (natural log, or base 2 for a piece) and returns the factors [2] that turn accO into the output.
-
-        Nothing attended: factor 0, lse +inf (a piece: -inf). The sink counts once: here for a whole request, in combine
-        for a split one.
-        """
-        factor = cute.make_rmem_tensor(2, Float32)
-        for half in cutlass.range_constexpr(2):
-            head = head_tile * TILE_M + row + 8 * half
-            total = quad_sum(row_sum[half])
-            lse_log2 = cute.math.log2(total, fastmath=True) + row_max[half]
-            denominator = total
-            if const_expr(params.attn_sink is not None):
-                sink_log2 = params.attn_sink[cutlass.min(head, self.h_q - 1)] * LOG2_E
-                sink = cute.math.exp2(sink_log2 - row_max[half], fastmath=True)
-                denominator += cutlass.select_(work.is_split, Float32(0), sink)
-            is_empty = total == 0.0
-            factor[half] = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
-            if (t % 4 == 0) & (head < self.h_q):
-                if work.is_split:
-                    piece_lse = cutlass.select_(is_empty, Float32(-INF), lse_log2)
-                    params.lse_partial[Int64(work.slot), s_idx, head] = piece_lse
-                else:
-                    params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse_log2 * LN_2)
-        return factor
-
-    @cute.jit
     def store_o(
-        self, params: Params, work: Work, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, math: cutlass.Constexpr,
-        stage: Int32, mma_pv: cute.TiledMma, tma_o: cute.CopyAtom, tma_mO: cute.Tensor, sK: cute.Tensor,
-        accO: cute.Tensor, factor: cute.Tensor,
+        self, params: Params, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, row: Int32, pc: Int32, half: Int32,
+        accO: cute.Tensor, factor_0: Float32, factor_1: Float32,
     ):  # fmt: skip
-        """Warpgroup `math`'s columns of O: bf16 through the request's last K stage and TMA, or fp32 from registers.
+        """Half of O from registers to global memory: bf16, or fp32 for a piece.
 
-        The staging tiles are the V tiles that only this warpgroup has read.
+        Element e + 2 r + 4 j of accO is row + 8 r, column 8 j + 2 pc + e. A quad of lanes holds 32 columns of a row in four
+        groups of 8; as bf16 they are transposed, so that each lane stores 16 bytes.
         """
-        for i in cutlass.range_constexpr(cute.size(accO)):
-            accO[i] = accO[i] * factor[i // 2 % 2]
-        if work.is_split:
-            for half in cutlass.range_constexpr(2):
-                head = head_tile * TILE_M + fragment_row(t) + 8 * half
+        work = self.work_range(params, part, req)
+        for r in cutlass.range_constexpr(2):
+            head = head_tile * TILE_M + row + 8 * r
+            factor = (factor_0, factor_1)[r]
+            if work.is_split:
                 if head < self.h_q:
                     gO = cute.zipped_divide(params.o_partial[Int64(work.slot), s_idx, head, None], (2,))  # ((2), 256)
-                    for j in cutlass.range_constexpr(self.columns[math] // 8):  # a quad fills a 32-byte sector
-                        per_mma = self.pv_n[math] // 8
-                        pair = accO[(None, half, j % per_mma), 0, j // per_mma]
-                        cute.autovec_copy(pair, gO[None, self.first_column[math] // 2 + 4 * j + t % 4])
-        else:
-            barrier = NamedBarriers.MATH0 + math
-            rO = cute.make_rmem_tensor(accO.layout, BFloat16)
-            rO.store(accO.load().to(BFloat16))
-            sO = self.columns_of(sK[None, None, stage], math, mode=1)  # [64, columns]
-            copy_o = cute.make_tiled_copy_C(
-                cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), BFloat16), mma_pv
-            ).get_slice(t)
-            # All four warps have finished their WGMMAs on V before O overwrites it.
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-            cute.copy(copy_o, copy_o.retile(rO), copy_o.partition_D(sO))
-            cute.arch.fence_proxy("async.shared", space="cta")  # O's generic stores become visible to the TMA store
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-            if cute.arch.make_warp_uniform(t // 32) == 0:
-                for i in cutlass.range_constexpr(self.columns[math] // SW128_COLUMNS):
-                    tile = self.first_column[math] // SW128_COLUMNS + i
-                    sO_tile = cute.local_tile(sO, (TILE_M, SW128_COLUMNS), (0, i))
-                    gO = cute.local_tile(tma_mO[None, None, s_idx, req], (TILE_M, SW128_COLUMNS), (head_tile, tile))
-                    tOsO, tOgO = cpasync.tma_partition(
-                        tma_o, 0, cute.make_layout(1), cute.group_modes(sO_tile, 0, 2), cute.group_modes(gO, 0, 2)
-                    )
-                    cute.copy(tma_o, tOsO, tOgO)
-                cute.arch.cp_async_bulk_commit_group()
-                # The stage is released, and the CTA may end, only when the store has read it.
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    for j in cutlass.range_constexpr(HALF // 8):  # a quad fills a 32-byte sector
+                        pair = cute.make_rmem_tensor(2, Float32)
+                        for e in cutlass.range_constexpr(2):
+                            pair[e] = accO[e + 2 * r + 4 * j] * factor
+                        cute.autovec_copy(pair, gO[None, (1 - half) * (HALF // 2) + 4 * j + pc])
+            else:
+                gO = cute.zipped_divide(params.out[Int64(req), s_idx, cutlass.min(head, self.h_q - 1), None], (8,))
+                for group in cutlass.range_constexpr(HALF // 32):
+                    pairs = []
+                    for j in (0, 1, 2, 3):
+                        pair = cute.make_rmem_tensor(2, Float32)
+                        for e in (0, 1):
+                            pair[e] = accO[e + 2 * r + 4 * (4 * group + j)] * factor
+                        bf16 = cute.make_rmem_tensor(2, BFloat16)
+                        bf16.store(pair.load().to(BFloat16))
+                        pairs.append(cute.recast_tensor(bf16, Uint32)[0])
+                    words = cute.make_rmem_tensor(4, Uint32)
+                    words[0], words[1], words[2], words[3] = quad_transpose(pairs, pc)
+                    if head < self.h_q:
+                        piece = gO[None, (1 - half) * (HALF // 8) + 4 * group + pc]
+                        cute.autovec_copy(cute.recast_tensor(words, BFloat16), piece)
 
 
 SparseDecode.kernel.set_name_prefix("mla_sparse_decode_sm90", remove_cutlass_symbol=True, keep_mangled_name=False)
