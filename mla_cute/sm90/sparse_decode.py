@@ -19,7 +19,7 @@ A CTA owns one partition of the plan (a run of key blocks, perhaps of several re
     of two for each key, keeps every value in fp16's range. Rope of V32, which is not of V, is bf16 / 2^x(t)         [convert]
  2. S[t, h] = K'[t] (Q[h] / 16), 36 steps of 16 dims, K' from registers; K' also to shared memory, as V              [convert]
  3. z = S * 16 * 2^x(t) * softmax_scale * log2(e) + x(t)                                                             [convert]
- 4. m[h] stays, unless some z - m exceeds 15: then m' = max(m, max z - 7) for all heads, alpha = exp2(m - m')         [convert]
+ 4. m[h] stays, unless some z - m exceeds 15: then m' = max(m, ceil(max z) - 7) for all h, alpha = exp2(m - m')       [convert]
  5. P = exp2(z - m) in fp16 -> shared memory; l = l * alpha + sum over t of P / 2^x(t)                               [convert]
  6. O = alpha * O + P V: the exponents of P and V cancel                                                             [math]
 After a request's last block, lse = m ln 2 + ln(l), and O / (l + sink) goes from registers to global memory, while convert
@@ -78,6 +78,7 @@ from .helpers import (
     mul_bf16x2,
     nan_if_inf,
     quad_transpose,
+    round_up,
     set_registers,
     smem_tensor,
     store_smem_16b,
@@ -464,16 +465,16 @@ class SparseDecode:
             work = self.work_range(params, part, req)
             block, last = work.first_block, work.last_block
         index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
-        req, block, last, index, is_extra = self.fill(
-            params, shared, part, s_idx, w, half, lane, Int32(0), req, block, last, index, is_extra
+        req, block, last, index, is_extra, zeros = self.fill(
+            params, shared, part, s_idx, w, half, lane, Int32(0), req, block, last, index, is_extra, Uint32(0)
         )
         if part.begin_req <= part.end_req:
             cute.arch.mbarrier_wait(shared.q_full, 0)
             self.convert_q(shared, WARPGROUP * (1 + half) + t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
         fills = Int32(1)
         for _ in cutlass.range(1 + half, unroll=1):
-            req, block, last, index, is_extra = self.fill(
-                params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra
+            req, block, last, index, is_extra, zeros = self.fill(
+                params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra, zeros
             )
             fills += 1
 
@@ -501,8 +502,8 @@ class SparseDecode:
                     self.store_o(params, part, r, s_idx, head_tile, row, t % 4, half, accO, factor_0, factor_1)
                 else:
                     self.release(shared.p_empty)
-                req, block, last, index, is_extra = self.fill(
-                    params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra
+                req, block, last, index, is_extra, zeros = self.fill(
+                    params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra, zeros
                 )
                 fills += 1
                 n += 1
@@ -559,26 +560,27 @@ class SparseDecode:
     @cute.jit
     def fill(
         self, params: Params, shared: Shared, part: Part, s_idx: Int32, w: Int32, half: Int32, lane: Int32, count: Int32,
-        req: Int32, block: Int32, last: Int32, index: Int32, is_extra: Boolean,
+        req: Int32, block: Int32, last: Int32, index: Int32, is_extra: Boolean, zeros: Uint32,
     ):  # fmt: skip
         """The `count`-th block, if the partition has it: copies its records for convert's warp w; the indices of the next."""
         if req <= part.end_req:
             src, mask, low, high = self.resolve(params, index, is_extra)
             req, block, last = self.next_block(params, part, req, block, last)
             index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
-            self.copy_records(shared, w, half, lane, count, src, mask, low, high)
-        return req, block, last, index, is_extra
+            self.copy_records(shared, w, half, lane, count, src, mask, zeros, low, high)
+            zeros = ~mask & 0xFFFF
+        return req, block, last, index, is_extra, zeros
 
     @cute.jit
     def copy_records(
-        self, shared: Shared, w: Int32, half: Int32, lane: Int32, count: Int32, src: Int64, mask: Uint32,
+        self, shared: Shared, w: Int32, half: Int32, lane: Int32, count: Int32, src: Int64, mask: Uint32, zeros: Uint32,
         low: Uint32, high: Uint32,
     ):  # fmt: skip
         """Starts the copies of one part of 16 records, when convert's warp w has read what was there.
 
         Part 0, the columns from 256 on with rope and scales, is read first and refilled first: by warpgroup 1, which has
         nothing else to do then. Row r lies in slot r / 2 % 4 + 4 (r % 2) + 8 (r / 8). A skipped token's slot is filled with
-        zeros: its P is 0, and 0 * NaN must not reach O.
+        zeros, unless it still is (bit in `zeros`): its P is 0, and 0 * NaN must not reach O.
         """
         piece = 1 - half
         cute.arch.mbarrier_wait(shared.raw_empty + (4 * piece + w), (count & 1) ^ 1)
@@ -587,14 +589,15 @@ class SparseDecode:
         start = cutlass.select_(piece == 0, Int32(HALF), Int32(0))
         size = cutlass.select_(piece == 0, Int32(self.fmt.row_bytes - HALF), Int32(HALF))
         slot = lane // 2 % 4 + 4 * (lane & 1) + lane // 8 * 8
-        if mask != 0xFFFF:
+        to_clear = ~(mask | zeros) & 0xFFFF
+        if to_clear != 0:
             for i in cutlass.range(16, unroll=1):
-                if (mask >> i) & 1 == 0:
-                    zeros = cute.make_rmem_tensor(4, Uint32)
-                    zeros.fill(0)
+                if (to_clear >> i) & 1 == 1:
+                    zero = cute.make_rmem_tensor(4, Uint32)
+                    zero.fill(0)
                     record = first + (i // 2 % 4 + 4 * (i & 1) + i // 8 * 8) * self.raw_pitch + start
                     for j in cutlass.range(lane, size // 16, 32, unroll=1):
-                        store_smem_16b(record + j * 16, zeros)
+                        store_smem_16b(record + j * 16, zero)
             cute.arch.fence_proxy("async.shared", space="cta")  # zeros before a later fill's copy into the slot
         if (mask >> lane) & 1 == 1:
             bulk_copy_to_smem(first + slot * self.raw_pitch + start, src + start, size, Int32(full.toint()))
@@ -915,7 +918,10 @@ class SparseDecode:
         self, shared: Shared, accS: cute.Tensor, top: cute.Tensor, row_sum: cute.Tensor, top_warp: Int32,
         exchange: Int32, w: Int32, lane: Int32, n: Int32,
     ):  # fmt: skip
-        """New m of all heads into `top` and the warp's copy of it; sums and (by way of alpha) O follow."""
+        """New m of all heads into `top` and the warp's copy of it; sums and (by way of alpha) O follow.
+
+        m is a whole number, so that alpha is exact and nothing cancels in log2(sum) + m.
+        """
         pc = lane % 4
         maxima = cute.make_rmem_tensor(16, Float32)
         for i in cutlass.range_constexpr(16):
@@ -927,7 +933,7 @@ class SparseDecode:
         old = self.load_pair(top_warp, lane)
         new, alpha = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for e in cutlass.range_constexpr(2):
-            new[e] = cute.arch.fmax(old[e], block_max[e] - RAISED_BITS)
+            new[e] = cute.arch.fmax(old[e], round_up(block_max[e]) - RAISED_BITS)
             alpha[e] = cute.math.exp2(old[e] - new[e], fastmath=True)
         cute.arch.sync_warp()  # every lane has read the old ones
         self.store_pair(top_warp, lane, new)
@@ -1023,7 +1029,8 @@ class SparseDecode:
         factor = cute.make_rmem_tensor(2, Float32)
         for e in cutlass.range_constexpr(2):
             head = head_tile * TILE_M + 2 * lane + e
-            lse_log2 = cute.math.log2(total[e], fastmath=True) + row_max[e]
+            # As log2(1) + the maximum, rather than the difference of two larger numbers.
+            lse_log2 = cute.math.log2(total[e] * 2.0**-RAISED_BITS, fastmath=True) + (row_max[e] + RAISED_BITS)
             denominator = total[e]
             if const_expr(params.attn_sink is not None):
                 sink_log2 = params.attn_sink[cutlass.min(head, self.h_q - 1)] * LOG2_E
