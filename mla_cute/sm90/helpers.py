@@ -9,8 +9,8 @@ LN_2 = 0.6931471805599453
 
 
 def smem_tensor(addr: Int32, dtype, count: int) -> cute.Tensor:
-    """`count` elements at the 16-byte aligned shared address `addr`, as a tensor that vectorises."""
-    ptr = cute.make_ptr(dtype, addr, cute.AddressSpace.smem, assumed_align=16)
+    """`count` elements of 32 bits at the shared address `addr`, aligned to their size, as a tensor that vectorises."""
+    ptr = cute.make_ptr(dtype, addr, cute.AddressSpace.smem, assumed_align=4 * count)
     return cute.make_tensor(ptr, cute.make_layout(count))
 
 
@@ -57,21 +57,18 @@ def fragment_row(thread: Int32) -> Int32:
     return thread // 32 * 16 + thread % 32 // 4
 
 
-def quad_max(x: Float32) -> Float32:
-    """Maximum over the four lanes that share an accumulator row."""
-    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
-    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
-
-
-def quad_sum(x: Float32) -> Float32:
-    """Sum over the four lanes that share an accumulator row."""
-    x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
-    return x + cute.arch.shuffle_sync_bfly(x, offset=2)
-
-
-def ring(count: Int32, size: int):
-    """Slot and mbarrier phase of the `count`-th use (from 0) of a ring of `size` slots, a power of two."""
-    return count & (size - 1), (count >> (size.bit_length() - 1)) & 1
+def quad_transpose(words: list, lane: Int32) -> list:
+    """4 x 4 within each quad: lane i (of 4) gives words [4] and gets word i of lanes 0, 1, 2, 3."""
+    for offset in (1, 2):
+        upper = (lane & offset) != 0
+        new = list(words)
+        for low in [i for i in range(4) if not i & offset]:
+            sent = cutlass.select_(upper, words[low], words[low + offset])
+            got = cute.arch.shuffle_sync_bfly(sent, offset=offset)
+            new[low] = cutlass.select_(upper, got, words[low])
+            new[low + offset] = cutlass.select_(upper, words[low + offset], got)
+        words = new
+    return words
 
 
 def set_registers(count: int) -> None:

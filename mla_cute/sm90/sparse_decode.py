@@ -49,7 +49,6 @@ from cutlass import (
     Int32,
     Int64,
     Uint8,
-    Uint16,
     Uint32,
     const_expr,
     cute,
@@ -68,10 +67,9 @@ from .helpers import (
     e8m0_to_fp32,
     fragment_row,
     load_smem_16b,
-    quad_max,
-    quad_sum,
-    ring,
+    quad_transpose,
     set_registers,
+    smem_tensor,
     store_smem_16b,
 )
 
@@ -80,7 +78,7 @@ FORMATS = {fmt.name: fmt for fmt in (V32, MODEL1)}
 TILE_M = 64  # heads of a CTA: the M of a WGMMA
 SW128_COLUMNS = 64  # bf16 columns of one 128-byte swizzle row: the width of a K or Q "tile"
 WARPGROUP = 128
-STAGE_COLUMNS = 576  # of a K stage: V32's keys; MODEL1's are 512 wide, and the last tile of 64 only takes P
+HALF = 256  # columns of O, and of V, of a math warpgroup
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
 
 
@@ -89,28 +87,29 @@ class Config:
     """Every number that may be tuned. Sizes derived from them are properties; `check` raises with the arithmetic."""
 
     tile_n: int = 64  # keys of a block; the plan counts in it
-    num_stages: int = 2  # K buffers
-    q_tiles_in_registers: int = 2  # of Q's 9 column tiles: 8 KB more for the raw ring, 16 registers each
-    raw_slots: int = 2  # ring slots of a dequant warp, 4 records each: 20 KB in flight cover a gather's latency
+    v_slots: int = 3  # halves of V (64 keys x 256 columns) in flight: two of a block and one ahead
     fixed_overhead_blocks: int = 5  # a request's prologue and epilogue as the plan charges them, in blocks (FlashMLA's)
-    math0_columns: int = 128  # of O's 512; math1, which has no QK and no softmax to do, takes the rest
-    registers: tuple[int, int, int] = (160, 232, 112)  # math0, math1, dequant; the pool of 384 threads is 3 * 168
+    registers: tuple[int, int] = (160, 184)  # each math warpgroup, convert; the pool of 384 threads is 3 * 168
 
     def num_parts(self, problem: Problem, s_q: int, num_sms: int) -> int:
         """Partitions of the plan: one CTA per SM over head tiles and query tokens, at least one."""
         return max(num_sms // (s_q * problem.head_tiles), 1)
 
     def raw_pitch(self, fmt: KVFormat) -> int:
-        """Bytes between raw records: 64 mod 128, so that two rows' 64-byte pieces fall into different banks."""
-        return (fmt.row_bytes + 63) // 128 * 128 + 64
+        """Bytes of a slot of the raw ring: a record, and behind MODEL1's its scales.
+
+        An odd multiple of 16: slots 4 apart lie 64 bytes apart modulo 128, so that the 64-byte pieces of two rows fall
+        into different banks.
+        """
+        return (fmt.row_bytes + 8 * (fmt.scale_bytes == 1) + 15) // 32 * 32 + 16
 
     def smem_bytes(self, fmt: KVFormat) -> int:
-        q = TILE_M * (fmt.d_qk - SW128_COLUMNS * self.q_tiles_in_registers) * 2
-        k = self.num_stages * self.tile_n * STAGE_COLUMNS * 2
-        raw = 4 * self.raw_slots * 4 * self.raw_pitch(fmt)
-        barriers = 8 * (1 + 2 * self.num_stages + 4 * self.raw_slots)
-        small = barriers + self.num_stages * (2 * TILE_M * 4 + self.tile_n // 8)
-        return q + k + raw + small + 2 * 1024  # two 1024-byte alignments
+        q = TILE_M * fmt.d_qk * 2
+        v = self.v_slots * self.tile_n * HALF * 2
+        p = self.tile_n * TILE_M * 2
+        raw = self.tile_n * self.raw_pitch(fmt)
+        small = 2 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 32 + 8 * (1 + 4 + 4 + self.v_slots + 2)
+        return q + v + p + raw + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError naming the field and the arithmetic when this Config cannot run `problem`."""
@@ -119,42 +118,36 @@ class Config:
                 f"config: sm90.sparse_decode runs sparse_decode on a cache of {' or '.join(FORMATS)}, "
                 f"got {problem.op} on {problem.kv_format}"
             )
-        numbers = "tile_n num_stages q_tiles_in_registers raw_slots fixed_overhead_blocks math0_columns"
-        for name in numbers.split():
+        for name in ("tile_n", "v_slots", "fixed_overhead_blocks"):
             check_int(f"config: {name}", getattr(self, name))
-        if not isinstance(self.registers, tuple) or [type(r) for r in self.registers] != [int] * 3:
-            raise ValueError(f"config: registers must be a tuple of 3 ints, got {self.registers!r}")
+        if not isinstance(self.registers, tuple) or [type(r) for r in self.registers] != [int] * 2:
+            raise ValueError(f"config: registers must be a tuple of 2 ints, got {self.registers!r}")
         if self.tile_n != 64:
             raise ValueError(f"config: tile_n must be 64, got {self.tile_n}")
-        if self.num_stages not in (1, 2):
-            raise ValueError(f"config: num_stages must be 1 or 2, got {self.num_stages}")
-        if self.q_tiles_in_registers not in (0, 1, 2):
-            raise ValueError(f"config: q_tiles_in_registers must be 0, 1 or 2, got {self.q_tiles_in_registers}")
-        if self.raw_slots not in (1, 2, 4):
-            raise ValueError(f"config: raw_slots must divide the 4 groups of a warp (1, 2 or 4), got {self.raw_slots}")
-        if self.math0_columns not in (128, 256):
-            raise ValueError(f"config: math0_columns must be 128 or 256, got {self.math0_columns}")
+        if self.v_slots not in (2, 3, 4):
+            raise ValueError(f"config: v_slots must be 2, 3 or 4, got {self.v_slots}")
         if self.fixed_overhead_blocks < 1:
             raise ValueError(f"config: fixed_overhead_blocks must be at least 1, got {self.fixed_overhead_blocks}")
-        if any(r % 8 or not 24 <= r <= 240 for r in self.registers) or sum(self.registers) > 504:
-            raise ValueError(f"config: registers must be multiples of 8 in 24..240, sum <= 504, got {self.registers}")
+        pool = 2 * self.registers[0] + self.registers[1]
+        if any(r % 8 or not 24 <= r <= 240 for r in self.registers) or pool > 504:
+            raise ValueError(
+                "config: registers must be multiples of 8 in 24..240, twice the first and the second at most 504, "
+                f"got {self.registers}"
+            )
         needed = self.smem_bytes(FORMATS[problem.kv_format])
         if needed > SMEM_LIMIT:
             raise ValueError(f"config: shared memory needs {needed} bytes, the limit is {SMEM_LIMIT}")
 
 
 def default_config(problem: Problem) -> Config:
-    """The shipped choice, the same for every head count. MODEL1's Q is a tile shorter: one in registers is enough."""
-    return Config(q_tiles_in_registers=2 if problem.kv_format == V32.name else 1)
+    """The shipped choice, the same for every head count and format."""
+    return Config()
 
 
 class NamedBarriers(enum.IntEnum):
-    """Hardware barriers (0 is sync_threads); the pairs are indexed by stage so that math0 may run one block ahead."""
+    """Hardware barriers (0 is sync_threads)."""
 
-    P_READY = 1  # 1, 2: math0 arrives when P and alpha of a block are in smem, math1 waits
-    FACTOR_READY = 3  # 3, 4: math0 arrives when the output factors of a request are in smem, math1 waits
-    MATH0 = 5  # the 128 threads of math0 among themselves
-    MATH1 = 6  # the 128 threads of math1 among themselves
+    CONVERT = 1  # the 128 threads of convert among themselves
 
 
 class Part(NamedTuple):
@@ -194,8 +187,28 @@ class Params(NamedTuple):
     metadata: cute.Tensor  # [num_parts, 8] int32
     o_partial: cute.Tensor  # [2 * num_parts, s_q, h_q, 512] fp32
     lse_partial: cute.Tensor  # [2 * num_parts, s_q, h_q] fp32, base 2
+    out: cute.Tensor  # [b, s_q, h_q, 512] bf16
     lse: cute.Tensor  # [b, s_q, h_q] fp32, natural log
     scale_log2: Float32  # softmax_scale * log2(e)
+
+
+class Shared(NamedTuple):
+    """Pointers and tensors in shared memory."""
+
+    q_full: cute.Pointer  # Q has arrived
+    raw_full: cute.Pointer  # [4] a convert warp's 16 records have arrived
+    raw_empty: cute.Pointer  # [4] and are read
+    v_empty: cute.Pointer  # [v_slots] a half of V is read
+    p_full: cute.Pointer  # P, alpha and both halves of V are written
+    p_empty: cute.Pointer  # P and alpha are read
+    sQ: cute.Tensor  # [64, d_qk]
+    sV: cute.Tensor  # [256, 64, v_slots]: columns first
+    sP: cute.Tensor  # [64 heads, 64 keys]
+    raw: cute.Pointer  # [4 warps, 16 records]
+    valid: cute.Pointer  # [4 warps, 2] uint32: a bit a record, of 8
+    alpha: cute.Pointer  # [64] fp32: by head, the factor of O before this block
+    factor: cute.Pointer  # [64] fp32: by head, the factor of O behind the last block
+    exchange: cute.Pointer  # [2, 4, 64] fp32: a block's maxima, or a request's sums, by warp and head
 
 
 class SparseDecode:
@@ -208,14 +221,8 @@ class SparseDecode:
         self.head_tiles = problem.head_tiles
         self.tile_n = config.tile_n
         self.fmt = FORMATS[problem.kv_format]
-        self.num_tiles = self.fmt.d_qk // SW128_COLUMNS  # column tiles of K, 9 or 8; the last is rope
+        self.num_tiles = self.fmt.d_qk // SW128_COLUMNS  # column tiles of Q and K, 9 or 8; the last is rope
         self.raw_pitch = config.raw_pitch(self.fmt)
-        self.q_smem_tiles = self.num_tiles - config.q_tiles_in_registers
-        self.stages = config.num_stages
-        # Columns of O per math warpgroup, and the N of their WGMMAs (at most 256).
-        self.columns = (config.math0_columns, self.fmt.d_v - config.math0_columns)
-        self.first_column = (0, config.math0_columns)
-        self.pv_n = tuple(c if c <= 256 else c // 2 for c in self.columns)
 
     @cute.jit
     def __call__(
@@ -236,53 +243,48 @@ class SparseDecode:
         lse: cute.Tensor,
         stream,
     ):
-        def wgmma(n, a_source, b_major):
-            op = warpgroup.MmaF16BF16Op(BFloat16, Float32, (TILE_M, n, 16), a_source, OperandMajorMode.K, b_major)
-            return cute.make_tiled_mma(op)
-
-        smem, rmem = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-        mma_qk = wgmma(self.tile_n, smem, OperandMajorMode.K)
-        mma_qk_rs = wgmma(self.tile_n, rmem, OperandMajorMode.K)
-        mma_pv_rs = wgmma(self.pv_n[0], rmem, OperandMajorMode.MN)
-        mma_pv = wgmma(self.pv_n[1], smem, OperandMajorMode.MN)
+        mma_qk = cute.make_tiled_mma(  # S^T [64 keys, 64 heads]: K from registers, Q from shared memory
+            warpgroup.MmaF16BF16Op(
+                BFloat16, Float32, (self.tile_n, TILE_M, 16), warpgroup.OperandSource.RMEM,
+                OperandMajorMode.K, OperandMajorMode.K,
+            )
+        )  # fmt: skip
+        mma_pv = cute.make_tiled_mma(  # O [64 heads, 256]: P^T and V both as they lie, keys outermost
+            warpgroup.MmaF16BF16Op(
+                BFloat16, Float32, (TILE_M, HALF, 16), warpgroup.OperandSource.SMEM,
+                OperandMajorMode.MN, OperandMajorMode.MN,
+            )
+        )  # fmt: skip
 
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        q_columns = self.q_smem_tiles * SW128_COLUMNS
-        layout_q = cute.tile_to_shape(atom, (TILE_M, q_columns), order=(0, 1))
-        layout_k = cute.tile_to_shape(atom, (self.tile_n, STAGE_COLUMNS, self.stages), order=(0, 1, 2))
-        layout_o = cute.tile_to_shape(atom, (TILE_M, SW128_COLUMNS), order=(0, 1))
+        layout_q = cute.tile_to_shape(atom, (TILE_M, self.fmt.d_qk), order=(0, 1))
+        layout_v = cute.tile_to_shape(atom, (self.tile_n, HALF, self.config.v_slots), order=(0, 1, 2))
+        layout_p = cute.tile_to_shape(atom, (self.tile_n, TILE_M), order=(0, 1))
 
-        # TMA views with heads and columns first: [h_q, d, s_q, b]. Rows past h_q read as zero and are not written.
-        by_head = [2, 3, 1, 0]
+        # TMA view with heads and columns first: [h_q, d, s_q, b]. Rows past h_q read as zero.
         tma_q, tma_mQ = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
-            cute.make_tensor(q.iterator, cute.select(q.layout, mode=by_head)),
+            cute.make_tensor(q.iterator, cute.select(q.layout, mode=[2, 3, 1, 0])),
             layout_q,
-            (TILE_M, q_columns),
+            (TILE_M, self.fmt.d_qk),
         )
-        tma_o, tma_mO = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(),
-            cute.make_tensor(out.iterator, cute.select(out.layout, mode=by_head)),
-            layout_o,
-            (TILE_M, SW128_COLUMNS),
-        )
-
-        stages, raw_bytes = self.stages, 4 * self.config.raw_slots * 4 * self.raw_pitch
 
         @cute.struct
         class Smem:
-            q_full: cute.struct.MemRange[Int64, 1]
-            k_full: cute.struct.MemRange[Int64, stages]
-            k_empty: cute.struct.MemRange[Int64, stages]
-            raw_full: cute.struct.MemRange[Int64, 4 * self.config.raw_slots]
-            # One bit a token, one word a dequant warp.
-            valid: cute.struct.Align[cute.struct.MemRange[Uint16, stages * 4], 8]
-            # By row: rescale factors of the block in a stage, output factors of the request that ended in it.
-            alpha: cute.struct.MemRange[Float32, stages * TILE_M]
-            factor: cute.struct.MemRange[Float32, stages * TILE_M]
-            raw: cute.struct.Align[cute.struct.MemRange[Uint8, raw_bytes], 128]
             sQ: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
-            sK: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_k)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_v)], 1024]
+            sP: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_p)], 1024]
+            raw: cute.struct.Align[cute.struct.MemRange[Uint8, self.tile_n * self.raw_pitch], 128]
+            exchange: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 4 * TILE_M], 16]
+            alpha: cute.struct.MemRange[Float32, TILE_M]
+            factor: cute.struct.MemRange[Float32, TILE_M]
+            q_full: cute.struct.MemRange[Int64, 1]
+            raw_full: cute.struct.MemRange[Int64, 4]
+            raw_empty: cute.struct.MemRange[Int64, 4]
+            v_empty: cute.struct.MemRange[Int64, self.config.v_slots]
+            p_full: cute.struct.MemRange[Int64, 1]
+            p_empty: cute.struct.MemRange[Int64, 1]
+            valid: cute.struct.Align[cute.struct.MemRange[Uint32, 8], 8]
 
         self.Smem = Smem
         # Scratch: the pieces' O, behind them their lse. One part alone splits nothing and needs none.
@@ -294,12 +296,10 @@ class SparseDecode:
         o_partial = cute.make_tensor(scratch.iterator, cute.make_layout((*rows.shape, d_v), stride=o_strides))
         params = Params(
             q, kv_cache, indices, topk_length, extra_kv_cache, extra_indices, extra_topk_length, attn_sink, metadata,
-            o_partial, lse_partial, lse, softmax_scale * LOG2_E,
+            o_partial, lse_partial, out, lse, softmax_scale * LOG2_E,
         )  # fmt: skip
         # Head tiles of one query token are neighbours in the grid, so that the second gather of a record hits L2.
-        self.kernel(
-            params, mma_qk, mma_qk_rs, mma_pv, mma_pv_rs, tma_q, tma_mQ, tma_o, tma_mO, layout_q, layout_k
-        ).launch(
+        self.kernel(params, mma_qk, mma_pv, tma_q, tma_mQ, layout_q, layout_v, layout_p).launch(
             grid=[self.head_tiles, q.shape[1], metadata.shape[0]],
             block=[3 * WARPGROUP, 1, 1],
             smem=Smem.size_in_bytes(),
@@ -313,61 +313,50 @@ class SparseDecode:
         self,
         params: Params,
         mma_qk: cute.TiledMma,
-        mma_qk_rs: cute.TiledMma,
         mma_pv: cute.TiledMma,
-        mma_pv_rs: cute.TiledMma,
         tma_q: cute.CopyAtom,
         tma_mQ: cute.Tensor,
-        tma_o: cute.CopyAtom,
-        tma_mO: cute.Tensor,
         layout_q: cute.ComposedLayout,
-        layout_k: cute.ComposedLayout,
+        layout_v: cute.ComposedLayout,
+        layout_p: cute.ComposedLayout,
     ):
         tid, _, _ = cute.arch.thread_idx()
         head_tile, s_idx, part_idx = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tid // WARPGROUP)
         storage = cutlass.memory.SmemAllocator().allocate(self.Smem)
-        q_full, k_full, k_empty = storage.q_full.data_ptr(), storage.k_full.data_ptr(), storage.k_empty.data_ptr()
-        raw_full = storage.raw_full.data_ptr()
-        sQ = storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner)  # [64, 448]
-        sK = storage.sK.get_tensor(layout_k.outer, swizzle=layout_k.inner)  # [64, 576, stages]
-        sV = cute.make_tensor(sK.iterator, cute.select(sK.layout, mode=[1, 0, 2]))  # [576, 64, stages], the same bytes
-        sP = cute.local_tile(sK, (TILE_M, self.tile_n), (0, STAGE_COLUMNS // SW128_COLUMNS - 1, None))  # a stage's last tile
-        factors = cute.make_layout((TILE_M, self.stages))
-        sAlpha, sFactor = storage.alpha.get_tensor(factors), storage.factor.get_tensor(factors)
+        sKV = storage.sV.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # [64, 256, v_slots]
+        sPT = storage.sP.get_tensor(layout_p.outer, swizzle=layout_p.inner)  # [64 keys, 64 heads]
+        shared = Shared(
+            storage.q_full.data_ptr(), storage.raw_full.data_ptr(), storage.raw_empty.data_ptr(),
+            storage.v_empty.data_ptr(), storage.p_full.data_ptr(), storage.p_empty.data_ptr(),
+            storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0, 2])),
+            cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
+            storage.raw.data_ptr(), storage.valid.data_ptr(), storage.alpha.data_ptr(), storage.factor.data_ptr(),
+            storage.exchange.data_ptr(),
+        )  # fmt: skip
 
         if warp_idx == 0:
             cpasync.prefetch_descriptor(tma_q)
-            cpasync.prefetch_descriptor(tma_o)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(q_full, 1)  # the arrive.expect_tx of the Q load
-                for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(k_full + i, 4)  # the dequant warps
-                    cute.arch.mbarrier_init(k_empty + i, 8)  # the math warps
-                for i in cutlass.range_constexpr(4 * self.config.raw_slots):
-                    cute.arch.mbarrier_init(raw_full + i, 1)  # the arrive.expect_tx of the group's copies
+                cute.arch.mbarrier_init(shared.q_full, 1)  # the arrive.expect_tx of the Q load
+                for i in cutlass.range_constexpr(4):
+                    cute.arch.mbarrier_init(shared.raw_full + i, 2)  # the arrive.expect_tx of both filling warps
+                    cute.arch.mbarrier_init(shared.raw_empty + i, 1)  # the convert warp
+                for i in cutlass.range_constexpr(self.config.v_slots):
+                    cute.arch.mbarrier_init(shared.v_empty + i, 4)  # the warps of the half's math warpgroup
+                cute.arch.mbarrier_init(shared.p_full, 4)  # the convert warps
+                cute.arch.mbarrier_init(shared.p_empty, 8)  # the math warps
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        if wg == 0:
+        if wg < 2:
             set_registers(self.config.registers[0])
-            self.math0(
-                params, part_idx, s_idx, head_tile, tid, mma_qk, mma_qk_rs, mma_pv_rs, tma_o, tma_mO,
-                sQ, sK, sV, sP, sAlpha, sFactor, storage.valid.data_ptr(), q_full, k_full, k_empty,
-            )  # fmt: skip
-        elif wg == 1:
-            set_registers(self.config.registers[1])
-            self.math1(
-                params, part_idx, s_idx, head_tile, tid % WARPGROUP, mma_pv, tma_q, tma_mQ, tma_o, tma_mO,
-                sQ, sK, sV, sP, sAlpha, sFactor, q_full, k_empty,
-            )  # fmt: skip
+            self.math(params, part_idx, s_idx, head_tile, tid % WARPGROUP, wg, mma_pv, shared)
         else:
-            set_registers(self.config.registers[2])
-            self.dequant(
-                params, part_idx, s_idx, tid % WARPGROUP, sK, storage.raw.data_ptr(), storage.valid.data_ptr(),
-                raw_full, k_full, k_empty,
-            )  # fmt: skip
+            set_registers(self.config.registers[1])
+            self.convert(params, part_idx, s_idx, head_tile, tid % WARPGROUP, mma_qk, tma_q, tma_mQ, shared)
         # Lets combine's CTAs be set up while the last ones here still run; it waits for the whole grid before it reads.
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -402,99 +391,6 @@ class SparseDecode:
         slot = partial_slot + cutlass.select_((~is_begin) & begin_is_split, Int32(1), Int32(0))
         return Work(first, last, length, extra_length, num_main_blocks, is_split, slot)
 
-    # ---- roles, in the order of the data ----
-
-    @cute.jit
-    def dequant(
-        self, params: Params, part_idx: Int32, s_idx: Int32, t: Int32, sK: cute.Tensor, raw: cute.Pointer,
-        valid: cute.Pointer, raw_full: cute.Pointer, k_full: cute.Pointer, k_empty: cute.Pointer,
-    ):  # fmt: skip
-        """Gathers the selected records, dequantises them and writes K; warp w owns tokens 16w..16w+15 of every block.
-
-        Consumes indices, kv_cache, k_empty. Produces K, its valid mask, k_full. The copies run `raw_slots` groups
-        of four tokens ahead of the conversion, across blocks and requests; the indices one block ahead of the copies.
-        """
-        part = self.load_part(params.metadata, part_idx)
-        lane, w = t % 32, t // 32
-        slots, pitch, fmt = self.config.raw_slots, self.raw_pitch, self.fmt
-        groups = 4  # of 4 tokens, per warp and block
-        # Conversion: lanes 4 rows x 2 column tiles x 4 pieces of 16 codes. Rope: 4 rows x 8 pieces of 8 values.
-        row, odd_tile, piece = lane // 4 % 4, lane // 16, lane % 4
-        rope_row, rope_piece = lane // 8, lane % 8
-        raw_warp = Int32(raw.toint()) + w * (slots * 4 * pitch)
-        full_warp = raw_full + w * slots
-        k_base = Int32(sK.iterator.toint())
-        tile_bytes, stage_bytes = self.tile_n * 128, self.tile_n * STAGE_COLUMNS * 2
-
-        req, block, last = part.begin_req, Int32(0), Int32(0)
-        if req <= part.end_req:
-            work = self.work_range(params, part, req)
-            block, last = work.first_block, work.last_block
-        index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
-        src, mask, scales_low, scales_high = self.resolve(params, index, is_extra)
-        for slot in cutlass.range_constexpr(slots):
-            self.fill(raw_warp, full_warp, Int32(slot), Int32(slot), lane, src, mask)
-        req, block, last = self.next_block(params, part, req, block, last)
-        index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
-
-        n = Int32(0)  # blocks done by this CTA: stage and phase follow from it
-        for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
-            work = self.work_range(params, part, r)
-            for _ in cutlass.range(work.first_block, work.last_block, unroll=1):
-                stage, phase = ring(n, self.stages)
-                stage_base = k_base + stage * stage_bytes
-                next_src, next_mask, next_low, next_high = self.resolve(params, index, is_extra)
-                req, block, last = self.next_block(params, part, req, block, last)
-                index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
-                for g in cutlass.range(groups, unroll=1):
-                    slot, slot_phase = ring(n * groups + g, slots)
-                    base = raw_warp + slot * (4 * pitch)
-                    cute.arch.mbarrier_wait(full_warp + slot, slot_phase)
-                    scales = self.load_scales(base + row * pitch, scales_low, scales_high, 4 * g + row, odd_tile)
-                    codes = cute.make_rmem_tensor((4, 4), Uint32)  # 16 codes, of tile 2c + odd_tile
-                    for c in cutlass.range_constexpr(4):
-                        piece_addr = base + row * pitch + (2 * c + odd_tile) * SW128_COLUMNS + piece * 16
-                        codes[None, c].store(load_smem_16b(piece_addr).load())
-                    rope = load_smem_16b(base + rope_row * pitch + fmt.rope_offset + rope_piece * 16)
-                    if g == 0:
-                        cute.arch.mbarrier_wait(k_empty + stage, phase ^ 1)
-                    # Skipped tokens become zero rows: P is 0 there, and 0 * NaN must not reach O.
-                    if (mask >> (4 * g)) & 15 != 15:
-                        if (mask >> (4 * g + row)) & 1 == 0:
-                            scales.fill(0.0)
-                            codes.fill(0)
-                        if (mask >> (4 * g + rope_row)) & 1 == 0:
-                            rope.fill(0)
-                    # Row r of a tile is 128 bytes; its 16-byte chunk j lies at j ^ (r % 8).
-                    swizzle = ((2 * piece) ^ (row + 4 * (g & 1))) * 16
-                    row_base = stage_base + odd_tile * tile_bytes + (16 * w + 4 * g + row) * 128
-                    for c in cutlass.range_constexpr(4):
-                        bf16 = e4m3_to_bf16(codes[None, c], scales[c])
-                        tile_base = row_base + 2 * c * tile_bytes
-                        # MODEL1's eighth tile is rope: what was read as its codes is dropped.
-                        if (2 * c + 1) * SW128_COLUMNS < fmt.d_nope or odd_tile == 0:
-                            store_smem_16b(tile_base + swizzle, cute.make_tensor(bf16.iterator, 4))
-                            store_smem_16b(tile_base + (swizzle ^ 16), cute.make_tensor(bf16.iterator + 4, 4))
-                    rope_swizzle = (rope_piece ^ (rope_row + 4 * (g & 1))) * 16
-                    rope_tile = stage_base + (self.num_tiles - 1) * tile_bytes
-                    store_smem_16b(rope_tile + (16 * w + 4 * g + rope_row) * 128 + rope_swizzle, rope)
-                    # The refill comes behind the stores: they need what every lane read from the slot, so those reads are
-                    # over. Issued right behind the reads it overtook some, queued behind WGMMA's (seen on an H200).
-                    cute.arch.sync_warp()
-                    ahead = g + slots
-                    if ahead < groups:
-                        self.fill(raw_warp, full_warp, slot, ahead, lane, src, mask)
-                    else:
-                        self.fill(raw_warp, full_warp, slot, ahead - groups, lane, next_src, next_mask)
-                if lane == 0:
-                    cute.make_tensor(valid + stage * 4, 4)[w] = Uint16(mask)
-                cute.arch.fence_proxy("async.shared", space="cta")  # K's generic stores become visible to WGMMA
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(k_full + stage)
-                src, mask, scales_low, scales_high = next_src, next_mask, next_low, next_high
-                n += 1
-
     @cute.jit
     def next_block(self, params: Params, part: Part, req: Int32, block: Int32, last: Int32):
         """The block after (req, block) in this partition; req > end_req past its end."""
@@ -506,31 +402,104 @@ class SparseDecode:
                 last = self.work_range(params, part, req).last_block
         return req, block, last
 
+    # ---- roles, in the order of the data ----
+
     @cute.jit
-    def load_index(self, params: Params, part: Part, s_idx: Int32, req: Int32, block: Int32, w: Int32, lane: Int32):
-        """Lane l < 16 gets the index of token 16w + l of the block, -1 past the request's tokens or the partition; and
-        whether the block is one of the extra cache."""
+    def math(
+        self, params: Params, part_idx: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
+        mma_pv: cute.TiledMma, shared: Shared,
+    ):  # fmt: skip
+        """Warpgroup `half` of two: columns 256 half.. of O. Its warp w also gathers half of the records of convert's warp w.
+
+        Consumes P, alpha, V, factor (p_full); releases V, P. Gathers two blocks ahead of its products.
+        """
+        lane, w = t % 32, cute.arch.make_warp_uniform(t // 32)
+        thr_pv = mma_pv.get_slice(t)
+        rP = mma_pv.make_fragment_A(thr_pv.partition_A(shared.sP))  # (MMA, 1, 4): descriptors
+        rV = mma_pv.make_fragment_B(thr_pv.partition_B(shared.sV))  # (MMA, 1, 4, v_slots)
+        accO = cute.make_rmem_tensor(thr_pv.partition_shape_C((TILE_M, HALF)), Float32)  # ((2,2,32),1,1)
+        row = fragment_row(t)
+        sAlpha = cute.make_tensor(shared.alpha, TILE_M)
+        sFactor = cute.make_tensor(shared.factor, TILE_M)
+        alpha = cute.make_rmem_tensor(2, Float32)
+
+        part = self.load_part(params.metadata, part_idx)
+        token = 16 * w + 8 * half + lane  # of a block; lanes 0..7
+        req, block, last = part.begin_req, Int32(0), Int32(0)
+        if req <= part.end_req:
+            work = self.work_range(params, part, req)
+            block, last = work.first_block, work.last_block
+        index, is_extra = self.load_index(params, part, s_idx, req, block, token, lane)
+        fills = Int32(0)
+        for _ in cutlass.range_constexpr(2):
+            is_real, src, mask, low, high = self.resolve(params, part, req, index, is_extra)
+            req, block, last = self.next_block(params, part, req, block, last)
+            index, is_extra = self.load_index(params, part, s_idx, req, block, token, lane)
+            if is_real:
+                self.fill(shared, w, half, lane, fills, src, mask, low, high)
+            fills += 1
+        is_real, src, mask, low, high = self.resolve(params, part, req, index, is_extra)
+        req, block, last = self.next_block(params, part, req, block, last)
+        index, is_extra = self.load_index(params, part, s_idx, req, block, token, lane)
+
+        n, slot = Int32(0), half  # blocks done; this half's slot of V
+        for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
+            work = self.work_range(params, part, r)
+            first_block, last_block = work.first_block, work.last_block
+            accO.fill(0.0)
+            for i in cutlass.range(first_block, last_block, unroll=1):
+                cute.arch.mbarrier_wait(shared.p_full, n & 1)
+                alpha[0], alpha[1] = sAlpha[row], sAlpha[row + 8]
+                self.rescale(accO, alpha)
+                warpgroup.fence()
+                mma_pv.set(warpgroup.Field.ACCUMULATE, True)
+                for k in cutlass.range_constexpr(self.tile_n // 16):
+                    cute.gemm(mma_pv, accO, rP[None, None, k], rV[None, None, k, slot], accO)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                self.release(shared.v_empty + slot)
+                if i + 1 == last_block:
+                    factor_0, factor_1 = sFactor[row], sFactor[row + 8]
+                    self.release(shared.p_empty)  # behind it convert may write the next request's factors
+                    self.store_o(params, part, r, s_idx, head_tile, row, t % 4, half, accO, factor_0, factor_1)
+                else:
+                    self.release(shared.p_empty)
+                if is_real:
+                    self.fill(shared, w, half, lane, fills, src, mask, low, high)
+                fills += 1
+                is_real, src, mask, low, high = self.resolve(params, part, req, index, is_extra)
+                req, block, last = self.next_block(params, part, req, block, last)
+                index, is_extra = self.load_index(params, part, s_idx, req, block, token, lane)
+                n += 1
+                slot += 2
+                slot = cutlass.select_(slot >= self.config.v_slots, slot - self.config.v_slots, slot)
+
+    @cute.jit
+    def load_index(self, params: Params, part: Part, s_idx: Int32, req: Int32, block: Int32, token: Int32, lane: Int32):
+        """Lane l < 8 gets the index of its token of the block, -1 past the request's tokens or the partition; and whether the
+        block is one of the extra cache."""
         index, is_extra = Int32(-1), Boolean(False)
         if req <= part.end_req:
             work = self.work_range(params, part, req)
-            token = block * self.tile_n + 16 * w + lane
+            token += block * self.tile_n
             if const_expr(params.extra_indices is not None):
                 is_extra = block >= work.num_main_blocks
                 if is_extra:
                     token -= work.num_main_blocks * self.tile_n
-                    if (lane < 16) & (token < work.extra_length):
+                    if (lane < 8) & (token < work.extra_length):
                         index = params.extra_indices[Int64(req), s_idx, token]
-                elif (lane < 16) & (token < work.length):
+                elif (lane < 8) & (token < work.length):
                     index = params.indices[Int64(req), s_idx, token]
             else:
-                if (lane < 16) & (token < work.length):
+                if (lane < 8) & (token < work.length):
                     index = params.indices[Int64(req), s_idx, token]
         return index, is_extra
 
     @cute.jit
-    def resolve(self, params: Params, index: Int32, is_extra: Boolean):
-        """For each lane's token the record's global address; the warp's mask of tokens to attend (bit l: lane l), an index
-        below 0 or past the cache is none; the token's scales when they lie outside of the record (MODEL1: 8 x e8m0)."""
+    def resolve(self, params: Params, part: Part, req: Int32, index: Int32, is_extra: Boolean):
+        """Is the block one of the partition's; for each lane's token the record's global address; the warp's mask of tokens to
+        attend (bit l: lane l), an index below 0 or past the cache is none; the token's scales when they lie outside of the
+        record (MODEL1: 8 x e8m0)."""
         page_block_size, num_blocks = Uint32(params.kv_cache.shape[1]), Uint32(params.kv_cache.shape[0])
         base, page_stride = params.kv_cache.iterator.toint(), Int64(params.kv_cache.stride[0])
         if const_expr(params.extra_indices is not None):
@@ -551,242 +520,336 @@ class SparseDecode:
                 cute.autovec_copy(cute.make_tensor(scales, cute.make_layout(2)), packed)
                 low, high = packed[0], packed[1]
         mask = Uint32(cute.arch.vote_ballot_sync(is_valid))
-        return start + Int64(offset) * self.fmt.row_bytes, mask, low, high
-
-    @cute.jit
-    def load_scales(self, record: Int32, low: Uint32, high: Uint32, token: Int32, odd_tile: Int32) -> cute.Tensor:
-        """fp32 [4]: the scales of column tiles odd_tile, 2 + odd_tile, ... of the warp's token `token`."""
-        if const_expr(self.fmt.scale_bytes == 4):  # one for two tiles, in the record
-            scales = load_smem_16b(record + self.fmt.scale_offset, Float32)
-        else:  # one byte a tile, in the registers of the token's lane
-            scales = cute.make_rmem_tensor(4, Float32)
-            for half in cutlass.range_constexpr(2):
-                word = cute.arch.shuffle_sync((low, high)[half], token) >> (8 * odd_tile)
-                scales[2 * half] = e8m0_to_fp32(word & 255)
-                scales[2 * half + 1] = e8m0_to_fp32((word >> 16) & 255)
-        return scales
+        return req <= part.end_req, start + Int64(offset) * self.fmt.row_bytes, mask, low, high
 
     @cute.jit
     def fill(
-        self, raw_warp: Int32, full_warp: cute.Pointer, slot: Int32, group: Int32, lane: Int32,
-        src: Int64, mask: Uint32,
+        self, shared: Shared, w: Int32, half: Int32, lane: Int32, count: Int32, src: Int64, mask: Uint32,
+        low: Uint32, high: Uint32,
     ):  # fmt: skip
-        """Starts the copies of one group of four tokens into a ring slot; skipped tokens copy nothing."""
+        """Starts the copies of 8 records, rows 8 half.. of convert's warp w, when it has read the last ones.
+
+        Row r lies in slot r / 2 + 4 (r % 2). A skipped token's slot is filled with zeros: its P is 0, and 0 * NaN must
+        not reach O.
+        """
+        cute.arch.mbarrier_wait(shared.raw_empty + w, (count & 1) ^ 1)
+        full = shared.raw_full + w
+        first = Int32(shared.raw.toint()) + (16 * w + 8 * half) * self.raw_pitch
+        slot = lane // 2 + 4 * (lane & 1)
+        if mask != 0xFF:
+            for i in cutlass.range(8, unroll=1):
+                if (mask >> i) & 1 == 0:
+                    zeros = cute.make_rmem_tensor(4, Uint32)
+                    zeros.fill(0)
+                    record = first + (i // 2 + 4 * (i & 1)) * self.raw_pitch
+                    for j in cutlass.range(lane, self.raw_pitch // 16, 32, unroll=1):
+                        store_smem_16b(record + j * 16, zeros)
+            cute.arch.fence_proxy("async.shared", space="cta")  # zeros before a later fill's copy into the slot
+        if const_expr(self.fmt.scale_bytes == 1):
+            if lane < 8:
+                scales = cute.make_rmem_tensor(2, Uint32)
+                scales[0], scales[1] = low, high
+                cute.autovec_copy(scales, smem_tensor(first + slot * self.raw_pitch + self.fmt.row_bytes, Uint32, 2))
+        cute.arch.sync_warp()  # every lane's stores before the arrival
         if lane == 0:
-            num_bytes = Int32(cute.arch.popc((mask >> (4 * group)) & 15)) * self.fmt.row_bytes
-            cute.arch.mbarrier_arrive_and_expect_tx(full_warp + slot, num_bytes)
-        if (lane // 4 == group) & ((mask >> lane) & 1 == 1):
-            dst = raw_warp + (slot * 4 + lane % 4) * self.raw_pitch
-            bulk_copy_to_smem(dst, src, self.fmt.row_bytes, Int32((full_warp + slot).toint()))
+            cute.make_tensor(shared.valid, 8)[2 * w + half] = mask
+            cute.arch.mbarrier_arrive_and_expect_tx(full, Int32(cute.arch.popc(mask)) * self.fmt.row_bytes)
+        if (mask >> lane) & 1 == 1:
+            bulk_copy_to_smem(first + slot * self.raw_pitch, src, self.fmt.row_bytes, Int32(full.toint()))
 
     @cute.jit
-    def math0(
-        self, params: Params, part_idx: Int32, s_idx: Int32, head_tile: Int32, t: Int32,
-        mma_qk: cute.TiledMma, mma_qk_rs: cute.TiledMma, mma_pv: cute.TiledMma, tma_o: cute.CopyAtom,
-        tma_mO: cute.Tensor,
-        sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sP: cute.Tensor, sAlpha: cute.Tensor, sFactor: cute.Tensor,
-        valid: cute.Pointer, q_full: cute.Pointer, k_full: cute.Pointer, k_empty: cute.Pointer,
+    def convert(
+        self, params: Params, part_idx: Int32, s_idx: Int32, head_tile: Int32, t: Int32, mma_qk: cute.TiledMma,
+        tma_q: cute.CopyAtom, tma_mQ: cute.Tensor, shared: Shared,
     ):  # fmt: skip
-        """S = Q K^T, online softmax, the left half of O, lse.
+        """K in bf16: into registers for S^T = K Q^T, into shared memory as V; softmax over keys; lse.
 
-        Consumes q_full, k_full. Produces P_READY (P, alpha), FACTOR_READY, O[:, :128], lse; releases k_empty.
+        Consumes the raw records (raw_full), Q; waits for v_empty and p_empty. Produces V, P, alpha, factor (p_full) and
+        lse. Warp w owns keys 16w..16w+15 of a block, a lane columns 16 pc..16 pc + 15 of each tile of keys g and g + 8.
         """
-        thr_qk, thr_pv = mma_qk.get_slice(t), mma_pv.get_slice(t)
-        rQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))  # (MMA, 1, 4 * q_smem_tiles): descriptors
-        rK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))  # (MMA, 1, 36, stages); MODEL1 uses 32
-        rV = mma_pv.make_fragment_B(thr_pv.partition_B(self.columns_of(sV, 0, mode=0)))  # (MMA, 1, 4, stages)
-        accS = cute.make_rmem_tensor(thr_qk.partition_shape_C((TILE_M, self.tile_n)), Float32)  # ((2,2,8),1,1)
-        accO = cute.make_rmem_tensor(thr_pv.partition_shape_C((TILE_M, self.columns[0])), Float32)  # ((2,2,16),1,1)
-        # P as the register operand of PV: the accumulator's order is the operand's.
-        rP = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, self.tile_n // 16)), BFloat16)
-        rP_as_acc = cute.make_tensor(rP.iterator, accS.layout)
-        rQ_reg = cute.make_rmem_tensor(
-            cute.make_layout(((2, 2, 2), 1, 4 * max(self.config.q_tiles_in_registers, 1))), BFloat16
-        )  # the last Q tiles, as the register operand of QK
+        lane, w = t % 32, cute.arch.make_warp_uniform(t // 32)
+        g, pc = lane // 4, lane % 4
+        thr_qk = mma_qk.get_slice(t)
+        rQ = mma_qk.make_fragment_B(thr_qk.partition_B(shared.sQ))  # (MMA, 1, 4 * num_tiles): descriptors
+        accS = cute.make_rmem_tensor(thr_qk.partition_shape_C((self.tile_n, TILE_M)), Float32)  # ((2,2,8),1,1)
+        sPT = cute.make_tensor(shared.sP.iterator, cute.select(shared.sP.layout, mode=[1, 0]))  # [keys, heads]
         copy_p = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), BFloat16), mma_qk
         ).get_slice(t)
-        row = fragment_row(t)
-        row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        rP = cute.make_rmem_tensor(accS.layout, BFloat16)
+        exchange = Int32(shared.exchange.toint())
+        row_max = cute.make_rmem_tensor(2, Float32)  # of heads 2 lane and 2 lane + 1; base 2, scaled
+        row_sum = cute.make_rmem_tensor(16, Float32)  # of heads 8 j + 2 pc + e at 2 j + e, over this lane's keys
         alpha = cute.make_rmem_tensor(2, Float32)
 
         part = self.load_part(params.metadata, part_idx)
-        n, q_phase = Int32(0), Int32(0)
+        if part.begin_req <= part.end_req:
+            self.load_q(part.begin_req, s_idx, head_tile, w, tma_q, tma_mQ, shared)
+        n, v_slot, v_phase, q_phase = Int32(0), Int32(0), Int32(1), Int32(0)
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, req)
-            self.load_q_registers(params, req, s_idx, head_tile, t, rQ_reg)
+            first_block, last_block = work.first_block, work.last_block
             row_max.fill(-1e30)  # finite: -inf - -inf is NaN
             row_sum.fill(0.0)
-            accO.fill(0.0)
-            cute.arch.mbarrier_wait(q_full, q_phase)
+            cute.arch.mbarrier_wait(shared.q_full, q_phase)
             q_phase ^= 1
-            for block in cutlass.range(work.first_block, work.last_block, unroll=1):
-                stage, phase = ring(n, self.stages)
-                cute.arch.mbarrier_wait(k_full + stage, phase)
-                warpgroup.fence()
-                mma_qk.set(warpgroup.Field.ACCUMULATE, False)
-                for k in cutlass.range_constexpr(4 * self.q_smem_tiles):
-                    cute.gemm(mma_qk, accS, rQ[None, None, k], rK[None, None, k, stage], accS)
-                    mma_qk.set(warpgroup.Field.ACCUMULATE, True)
-                mma_qk_rs.set(warpgroup.Field.ACCUMULATE, True)
-                for k in cutlass.range_constexpr(4 * self.config.q_tiles_in_registers):
-                    cute.gemm(
-                        mma_qk_rs, accS, rQ_reg[None, None, k], rK[None, None, 4 * self.q_smem_tiles + k, stage], accS
-                    )
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
+            self.permute_q(shared, t)
+            for block in cutlass.range(first_block, last_block, unroll=1):
+                cute.arch.mbarrier_wait(shared.raw_full + w, n & 1)
+                masks = cute.make_tensor(shared.valid, 8)
+                valid = masks[2 * w] | (masks[2 * w + 1] << 8)
+                v_slot, v_phase = self.scores(shared, mma_qk, rQ, accS, w, lane, v_slot, v_phase)
 
-                self.softmax(params.scale_log2, valid, stage, t, accS, row_max, row_sum, alpha)
-                rP_as_acc.store(accS.load().to(BFloat16))
-                if t % 4 == 0:
-                    sAlpha[row, stage] = alpha[0]
-                    sAlpha[row + 8, stage] = alpha[1]
-                # All four warps have read the rope tile through their WGMMAs before P overwrites it.
-                cute.arch.barrier(barrier_id=NamedBarriers.MATH0, number_of_threads=WARPGROUP)
-                cute.copy(copy_p, copy_p.retile(rP_as_acc), copy_p.partition_D(sP[None, None, stage]))
-                cute.arch.fence_proxy("async.shared", space="cta")  # P's generic stores become visible to math1's WGMMA
-                cute.arch.barrier_arrive(barrier_id=NamedBarriers.P_READY + stage, number_of_threads=2 * WARPGROUP)
+                # Masked by select and after the product: adding -inf to a NaN would stay NaN.
+                if valid != 0xFFFF:
+                    for i in cutlass.range_constexpr(cute.size(accS)):
+                        key = g + 8 * (i // 2 % 2)  # element e + 2 r + 4 j: key g + 8 r, head 8 j + 2 pc + e
+                        accS[i] = cutlass.select_((valid >> key) & 1 == 1, accS[i], Float32(-INF))
+                maxima = cute.make_rmem_tensor(16, Float32)
+                for i in cutlass.range_constexpr(16):
+                    j, e = i // 2, i % 2
+                    maxima[i] = cute.arch.fmax(accS[4 * j + e], accS[4 * j + 2 + e])
+                buffer = exchange + (n & 1) * (4 * TILE_M * 4)
+                self.share(self.over_keys(maxima, lane, cute.arch.fmax), buffer, w, lane)
+                cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
+                if (block + 1 == last_block) & (req < part.end_req):  # all four warps are done with Q
+                    self.load_q(req + 1, s_idx, head_tile, w, tma_q, tma_mQ, shared)
+                block_max = self.gather(buffer, lane, cute.arch.fmax)
+                for e in cutlass.range_constexpr(2):
+                    new_max = cute.arch.fmax(row_max[e], block_max[e] * params.scale_log2)
+                    alpha[e] = cute.math.exp2(row_max[e] - new_max, fastmath=True)
+                    row_max[e] = new_max
 
-                self.rescale(accO, alpha)
-                warpgroup.fence()
-                mma_pv.set(warpgroup.Field.ACCUMULATE, True)
-                for k in cutlass.range_constexpr(self.tile_n // 16):
-                    cute.gemm(mma_pv, accO, rP[None, None, k], rV[None, None, k, stage], accO)
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                if block + 1 < work.last_block:  # the last stage of a request is released behind the epilogue
-                    self.release(k_empty + stage)
+                cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)
+                if w == 0:
+                    self.store_pair(shared.alpha, lane, alpha)
+                # Lane 4 j + pc has heads 8 j + 2 pc and the next.
+                if cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0)):
+                    for i in cutlass.range_constexpr(16):
+                        row_sum[i] = row_sum[i] * cute.arch.shuffle_sync(alpha[i % 2], 4 * (i // 2) + pc)
+                for i in cutlass.range_constexpr(16):
+                    j, e = i // 2, i % 2
+                    top = cute.arch.shuffle_sync(row_max[e], 4 * j + pc)
+                    for r in cutlass.range_constexpr(2):
+                        x = accS[4 * j + 2 * r + e]
+                        accS[4 * j + 2 * r + e] = cute.math.exp2(x * params.scale_log2 - top, fastmath=True)
+                    row_sum[i] = row_sum[i] + (accS[4 * j + e] + accS[4 * j + 2 + e])
+                rP.store(accS.load().to(BFloat16))
+                cute.copy(copy_p, copy_p.retile(rP), copy_p.partition_D(sPT))
+                if block + 1 == last_block:
+                    # The other buffer: its last readers have passed this block's barrier.
+                    buffer = exchange + ((n & 1) ^ 1) * (4 * TILE_M * 4)
+                    self.share(self.over_keys(row_sum, lane, lambda a, b: a + b), buffer, w, lane)
+                    cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
+                    if w == 0:
+                        total = self.gather(buffer, lane, lambda a, b: a + b)
+                        self.finish(params, shared, part, req, s_idx, head_tile, lane, row_max, total)
+                cute.arch.fence_proxy("async.shared", space="cta")  # V and P become visible to the products of math
+                self.release(shared.p_full)
                 n += 1
 
-            stage, _ = ring(n - 1, self.stages)
-            work = self.work_range(params, part, req)  # again, rather than held in registers through the loop
-            factor = self.finish_rows(params, work, req, s_idx, head_tile, row, t, row_max, row_sum)
-            if t % 4 == 0:
-                sFactor[row, stage] = factor[0]
-                sFactor[row + 8, stage] = factor[1]
-            cute.arch.barrier_arrive(barrier_id=NamedBarriers.FACTOR_READY + stage, number_of_threads=2 * WARPGROUP)
-            self.store_o(params, work, req, s_idx, head_tile, t, 0, stage, mma_pv, tma_o, tma_mO, sK, accO, factor)
-            self.release(k_empty + stage)
+    # ---- steps of convert ----
+
+    def scores(
+        self, shared: Shared, mma_qk: cute.TiledMma, rQ: cute.Tensor, accS: cute.Tensor, w: Int32, lane: Int32,
+        v_slot: Int32, v_phase: Int32,
+    ):  # fmt: skip
+        """accS = K Q^T for the block's 64 keys, and V: tile by tile of 64 columns, loaded ahead, converted, stored, multiplied.
+
+        Lane 4 g + pc has keys g and g + 8 of the warp's 16 and 16 columns of each tile. Whole at trace time: no branch.
+        """
+        g, pc = lane // 4, lane % 4
+        pitch, tile_bytes = self.raw_pitch, self.tile_n * SW128_COLUMNS * 2
+        record = Int32(shared.raw.toint()) + (16 * w + g // 2 + 4 * (g & 1)) * pitch
+        records = (record, record + 8 * pitch)
+        v_row = Int32(shared.sV.iterator.toint()) + (16 * w + g) * 128
+        # K as the register operand, two column tiles: one is multiplied while the other one is converted.
+        rK = [cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4)), BFloat16) for _ in (0, 1)]
+        stored = self.fmt.d_v // SW128_COLUMNS  # tiles of V: the first 8
+        order = [*range(stored, self.num_tiles), *range(stored)]  # V32's rope, which is not of V, first
+
+        scales = [self.load_scales(r) for r in records]
+        codes = {tile: [self.load_codes(r, tile, pc) for r in records] for tile in order[: self.num_tiles - stored + 2]}
+        for i, tile in enumerate(order):
+            is_stored = tile < stored
+            if is_stored and tile % 4 == 0:
+                cute.arch.mbarrier_wait(shared.v_empty + v_slot, v_phase)
+            if is_stored and 2 * tile + 2 < stored:
+                for ahead in (2 * tile + 2, 2 * tile + 3):
+                    codes[ahead] = [self.load_codes(r, ahead, pc) for r in records]
+            if i >= 2:
+                warpgroup.wait_group(1)  # the tile before the last one: its registers are free
+            k = [self.to_bf16(codes[tile][r], scales[r], tile) for r in (0, 1)]
+            fragment = cute.recast_tensor(rK[i % 2], Uint32)
+            for r in (0, 1):
+                for s in range(4):
+                    for h in (0, 1):  # 4 columns of k-step s are 2 pc, 2 pc + 1 (h = 0) and 2 pc + 8, 2 pc + 9 of its 16
+                        fragment[4 * s + 2 * h + r] = k[r][2 * s + h]
+            if is_stored:
+                v_tile = v_row + v_slot * (self.tile_n * HALF * 2) + tile % 4 * tile_bytes
+                chunks = (2 * pc, 2 * pc + 1) if tile * SW128_COLUMNS < self.fmt.d_nope else (pc, pc + 4)
+                for r in (0, 1):
+                    for part in (0, 1):  # the row's 16-byte chunk j lies at j ^ (row % 8)
+                        words = cute.make_tensor(k[r].iterator + 4 * part, 4)
+                        store_smem_16b(v_tile + r * 1024 + ((chunks[part] ^ g) * 16), words)
+            warpgroup.fence()
+            for s in range(4):
+                mma_qk.set(warpgroup.Field.ACCUMULATE, i + s > 0)
+                cute.gemm(mma_qk, accS, rK[i % 2][None, None, s], rQ[None, None, 4 * tile + s], accS)
+            warpgroup.commit_group()
+            if tile == 3:
+                self.release_raw(shared.raw_empty + w, lane, codes[stored - 1][1][-1][3])
+            if is_stored and tile % 4 == 3:
+                v_slot += 1
+                wraps = v_slot == self.config.v_slots
+                v_slot = cutlass.select_(wraps, Int32(0), v_slot)
+                v_phase = cutlass.select_(wraps, v_phase ^ 1, v_phase)
+        warpgroup.wait_group(0)
+        return v_slot, v_phase
+
+    def load_codes(self, record: Int32, tile: int, pc: Int32) -> list[cute.Tensor]:
+        """A lane's part of column tile `tile` of a record: 16 codes, or of rope 8 values and the 8 that lie 32 further."""
+        if tile * SW128_COLUMNS < self.fmt.d_nope:
+            return [load_smem_16b(record + self.fmt.nope_offset + tile * SW128_COLUMNS + pc * 16)]
+        return [load_smem_16b(record + self.fmt.rope_offset + 64 * i + pc * 16) for i in (0, 1)]
+
+    def load_scales(self, record: Int32) -> cute.Tensor:
+        """fp32 by quantisation tile: V32's 4, or MODEL1's 7 from their e8m0 codes behind the row."""
+        if self.fmt.scale_bytes == 4:
+            return load_smem_16b(record + self.fmt.scale_offset, Float32)
+        words = cute.make_rmem_tensor(2, Uint32)
+        cute.autovec_copy(smem_tensor(record + self.fmt.row_bytes, Uint32, 2), words)
+        scales = cute.make_rmem_tensor(self.fmt.num_scales, Float32)
+        for i in range(self.fmt.num_scales):
+            scales[i] = e8m0_to_fp32((words[i // 4] >> (8 * (i % 4))) & 255)
+        return scales
+
+    def to_bf16(self, codes: list[cute.Tensor], scales: cute.Tensor, tile: int) -> cute.Tensor:
+        """Registers [8] of bf16 pairs from what `load_codes` returns."""
+        if len(codes) == 1:
+            return e4m3_to_bf16(codes[0], scales[tile * SW128_COLUMNS // self.fmt.quant_tile])
+        words = cute.make_rmem_tensor(8, Uint32)
+        for i in range(8):
+            words[i] = codes[i // 4][i % 4]
+        return words
 
     @cute.jit
-    def math1(
-        self, params: Params, part_idx: Int32, s_idx: Int32, head_tile: Int32, t: Int32, mma_pv: cute.TiledMma,
-        tma_q: cute.CopyAtom, tma_mQ: cute.Tensor, tma_o: cute.CopyAtom, tma_mO: cute.Tensor,
-        sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sP: cute.Tensor, sAlpha: cute.Tensor, sFactor: cute.Tensor,
-        q_full: cute.Pointer, k_empty: cute.Pointer,
-    ):  # fmt: skip
-        """The right half of O; loads Q, because it is the role that knows when math0 is done with the old one.
+    def release_raw(self, barrier: cute.Pointer, lane: Int32, last: Uint32):
+        """The warp's records are in registers: asks for the last ones loaded, since an arrival does not wait for loads."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(barrier)
 
-        Consumes P_READY (behind which K is visible too), FACTOR_READY. Produces Q, O[:, 128:]; releases k_empty.
+    def over_keys(self, values: cute.Tensor, lane: Int32, op):
+        """[16] of heads 8 j + 2 pc + e, over this lane's keys -> [2] of heads 2 lane, 2 lane + 1, over the warp's 16 keys.
+
+        Lanes that differ in g hold other keys of the same heads: each step halves the heads and doubles the keys.
         """
-        thr_pv = mma_pv.get_slice(t)
-        rP = mma_pv.make_fragment_A(thr_pv.partition_A(sP))  # (MMA, 1, 4, stages)
-        rV = mma_pv.make_fragment_B(thr_pv.partition_B(self.columns_of(sV, 1, mode=0)))  # (MMA, 2, 4, stages)
-        accO = cute.make_rmem_tensor(thr_pv.partition_shape_C((TILE_M, self.columns[1])), Float32)  # ((2,2,24),1,2)
-        alpha, factor = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        row = fragment_row(t)
+        values = [values[i] for i in range(16)]
+        for offset in (16, 8, 4):
+            upper = (lane & offset) != 0
+            half = len(values) // 2
+            kept = [cutlass.select_(upper, values[i + half], values[i]) for i in range(half)]
+            sent = [cutlass.select_(upper, values[i], values[i + half]) for i in range(half)]
+            values = [op(k, cute.arch.shuffle_sync_bfly(s, offset=offset)) for k, s in zip(kept, sent)]
+        return values
 
-        part = self.load_part(params.metadata, part_idx)
-        if part.begin_req <= part.end_req:
-            self.load_q(part.begin_req, s_idx, head_tile, t, tma_q, tma_mQ, sQ, q_full)
-        n = Int32(0)
-        for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
-            work = self.work_range(params, part, req)
-            accO.fill(0.0)
-            for block in cutlass.range(work.first_block, work.last_block, unroll=1):
-                stage, _ = ring(n, self.stages)
-                cute.arch.barrier(barrier_id=NamedBarriers.P_READY + stage, number_of_threads=2 * WARPGROUP)
-                if (block + 1 == work.last_block) & (req < part.end_req):  # math0's last QK of this request is done
-                    self.load_q(req + 1, s_idx, head_tile, t, tma_q, tma_mQ, sQ, q_full)
-                alpha[0], alpha[1] = sAlpha[row, stage], sAlpha[row + 8, stage]
-                self.rescale(accO, alpha)
-                warpgroup.fence()
-                mma_pv.set(warpgroup.Field.ACCUMULATE, True)
-                for k in cutlass.range_constexpr(self.tile_n // 16):
-                    cute.gemm(mma_pv, accO, rP[None, None, k, stage], rV[None, None, k, stage], accO)
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
-                if block + 1 < work.last_block:
-                    self.release(k_empty + stage)
-                n += 1
+    def share(self, pair, buffer: Int32, w: Int32, lane: Int32):
+        """This warp's [2] of heads 2 lane, 2 lane + 1 for the others."""
+        values = cute.make_rmem_tensor(2, Float32)
+        values[0], values[1] = pair
+        cute.autovec_copy(values, smem_tensor(buffer + w * (TILE_M * 4) + lane * 8, Float32, 2))
 
-            stage, _ = ring(n - 1, self.stages)
-            cute.arch.barrier(barrier_id=NamedBarriers.FACTOR_READY + stage, number_of_threads=2 * WARPGROUP)
-            factor[0], factor[1] = sFactor[row, stage], sFactor[row + 8, stage]
-            work = self.work_range(params, part, req)
-            self.store_o(params, work, req, s_idx, head_tile, t, 1, stage, mma_pv, tma_o, tma_mO, sK, accO, factor)
-            self.release(k_empty + stage)
+    def gather(self, buffer: Int32, lane: Int32, op):
+        """[2] of heads 2 lane, 2 lane + 1 from all four warps."""
+        total = None
+        for i in range(4):
+            values = cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(smem_tensor(buffer + i * (TILE_M * 4) + lane * 8, Float32, 2), values)
+            pair = (values[0], values[1])
+            total = pair if total is None else tuple(op(a, b) for a, b in zip(total, pair))
+        return total
 
-    # ---- steps of the roles ----
-
-    def columns_of(self, tensor: cute.Tensor, math: int, mode: int) -> cute.Tensor:
-        """The part of V (mode 0) or of O's staging (mode 1) whose columns belong to warpgroup `math`."""
-        origin = [0] * cute.rank(tensor)
-        origin[mode] = self.first_column[math]
-        tiler = (self.columns[math], self.tile_n) if mode == 0 else (TILE_M, self.columns[math])
-        coord = (0, 0) if cute.rank(tensor) == 2 else (0, 0, None)
-        return cute.local_tile(cute.domain_offset(tuple(origin), tensor), tiler, coord)
+    def store_pair(self, array: cute.Pointer, lane: Int32, pair):
+        values = cute.make_rmem_tensor(2, Float32)
+        values[0], values[1] = pair[0], pair[1]
+        cute.autovec_copy(values, smem_tensor(Int32(array.toint()) + lane * 8, Float32, 2))
 
     @cute.jit
     def load_q(
-        self, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor,
-        sQ: cute.Tensor, q_full: cute.Pointer,
+        self, req: Int32, s_idx: Int32, head_tile: Int32, w: Int32, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor,
+        shared: Shared,
     ):  # fmt: skip
-        """TMA load of Q's shared-memory tiles [64, 448] by the first warp of the calling warpgroup."""
-        if cute.arch.make_warp_uniform(t // 32) == 0:
-            gQ = cute.local_tile(tma_mQ[None, None, s_idx, req], cute.product_each(sQ.shape), (head_tile, 0))
+        """TMA load of Q [64, d_qk] by the first warp of the calling warpgroup."""
+        if w == 0:
+            gQ = cute.local_tile(tma_mQ[None, None, s_idx, req], cute.product_each(shared.sQ.shape), (head_tile, 0))
             tQsQ, tQgQ = cpasync.tma_partition(
-                tma_q, 0, cute.make_layout(1), cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2)
+                tma_q, 0, cute.make_layout(1), cute.group_modes(shared.sQ, 0, 2), cute.group_modes(gQ, 0, 2)
             )
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(q_full, TILE_M * self.q_smem_tiles * SW128_COLUMNS * 2)
-            cute.copy(tma_q, tQgQ, tQsQ, tma_bar_ptr=q_full)
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, TILE_M * self.fmt.d_qk * 2)
+            cute.copy(tma_q, tQgQ, tQsQ, tma_bar_ptr=shared.q_full)
 
     @cute.jit
-    def load_q_registers(
-        self, params: Params, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, rQ_reg: cute.Tensor
-    ):
-        """The last Q tiles from global memory straight into operand fragments, 4 bytes (two columns) a load.
+    def permute_q(self, shared: Shared, t: Int32):
+        """Reorders the columns of each tile of Q as K's lie in its registers: a thread does whole rows of a tile, in place."""
+        row = t % TILE_M
+        base = Int32(shared.sQ.iterator.toint()) + row * 128
+        nope_tiles = self.fmt.d_nope // SW128_COLUMNS
+        for i in cutlass.range_constexpr((nope_tiles + 1) // 2):
+            tile = 2 * i + t // TILE_M
+            if tile < nope_tiles:
+                self.permute_row(base + tile * (TILE_M * 128), row & 7, False)
+        if t // TILE_M == nope_tiles % 2:  # the threads that had a tile less
+            self.permute_row(base + nope_tiles * (TILE_M * 128), row & 7, True)
+        cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
+        cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
 
-        Rows past h_q repeat the last head: they are computed and never stored.
+    def permute_row(self, row: Int32, swizzle: Int32, is_rope: bool):
+        """64 columns: position 16 s + 8 h + 2 j + e gets column 16 j + 4 s + 2 h + e; of rope 32 (s / 2) + 8 j + 4 (s % 2) + 2 h + e.
+
+        That is the order in which lane pc = j holds its 16 columns as k-steps s of the MMA.
         """
-        for half in cutlass.range_constexpr(2):
-            head = cutlass.min(head_tile * TILE_M + fragment_row(t) + 8 * half, self.h_q - 1)
-            gQ = cute.zipped_divide(params.q[Int64(req), s_idx, head, None], (2,))  # ((2), 288)
-            for k in cutlass.range_constexpr(4 * self.config.q_tiles_in_registers):
-                for side in cutlass.range_constexpr(2):  # columns 2j, 2j+1 and 2j+8, 2j+9 of the 16, j = t % 4
-                    pair = (self.q_smem_tiles * SW128_COLUMNS + 16 * k + 8 * side) // 2 + t % 4
-                    cute.autovec_copy(gQ[None, pair], rQ_reg[(None, half, side), 0, k])
+        chunks = [load_smem_16b(row + ((c ^ swizzle) * 16)) for c in range(8)]  # of 8 columns
+        for s in range(4):
+            for h in (0, 1):
+                words = cute.make_rmem_tensor(4, Uint32)  # pairs of columns
+                for j in range(4):
+                    chunk = 4 * (s // 2) + j if is_rope else 2 * j + s // 2
+                    words[j] = chunks[chunk][2 * (s % 2) + h]
+                store_smem_16b(row + (((2 * s + h) ^ swizzle) * 16), words)
 
     @cute.jit
-    def softmax(
-        self, scale_log2: Float32, valid: cute.Pointer, stage: Int32, t: Int32, accS: cute.Tensor,
-        row_max: cute.Tensor, row_sum: cute.Tensor, alpha: cute.Tensor,
+    def finish(
+        self, params: Params, shared: Shared, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, lane: Int32,
+        row_max: cute.Tensor, total,
     ):  # fmt: skip
-        """accS: raw scores -> unnormalised probabilities. Updates row_max (scaled, base 2), row_sum (own columns)."""
-        words = cute.make_tensor(cute.recast_ptr(valid + stage * 4, dtype=Uint32), 2)
-        low, high = words[0], words[1]
-        if (low & high) != Uint32(0xFFFFFFFF):
-            # By select and after the product: adding -inf to a NaN would stay NaN.
-            # Element i of a thread is in column 8 (i / 4) + 2 (t % 4) + i % 2.
-            low, high = low >> (2 * (t % 4)), high >> (2 * (t % 4))
-            for i in cutlass.range_constexpr(cute.size(accS)):
-                word, bit = (low, high)[i // 16], 8 * (i // 4 % 4) + i % 2
-                accS[i] = cutlass.select_((word >> bit) & 1 == 1, accS[i], Float32(-INF))
-        for half in cutlass.range_constexpr(2):
-            block_max = accS[2 * half]
-            for i in cutlass.range_constexpr(cute.size(accS)):
-                if const_expr(i // 2 % 2 == half):
-                    block_max = cute.arch.fmax(block_max, accS[i])
-            new_max = cute.arch.fmax(row_max[half], quad_max(block_max) * scale_log2)
-            alpha[half] = cute.math.exp2(row_max[half] - new_max, fastmath=True)
-            row_max[half] = new_max
-            block_sum = Float32(0)
-            for i in cutlass.range_constexpr(cute.size(accS)):
-                if const_expr(i // 2 % 2 == half):
-                    accS[i] = cute.math.exp2(accS[i] * scale_log2 - new_max, fastmath=True)
-                    block_sum += accS[i]
-            row_sum[half] = row_sum[half] * alpha[half] + block_sum
+        """One warp: lse (natural log, or base 2 for a piece) and the factors that turn the accumulated O into the output.
+
+        Nothing attended: factor 0, lse +inf (a piece: -inf). The sink counts once: here for a whole request, in combine
+        for a split one.
+        """
+        work = self.work_range(params, part, req)  # again, rather than held in registers through the loop
+        factor = cute.make_rmem_tensor(2, Float32)
+        for e in cutlass.range_constexpr(2):
+            head = head_tile * TILE_M + 2 * lane + e
+            lse_log2 = cute.math.log2(total[e], fastmath=True) + row_max[e]
+            denominator = total[e]
+            if const_expr(params.attn_sink is not None):
+                sink_log2 = params.attn_sink[cutlass.min(head, self.h_q - 1)] * LOG2_E
+                sink = cute.math.exp2(sink_log2 - row_max[e], fastmath=True)
+                denominator += cutlass.select_(work.is_split, Float32(0), sink)
+            is_empty = total[e] == 0.0
+            factor[e] = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
+            if head < self.h_q:
+                if work.is_split:
+                    piece_lse = cutlass.select_(is_empty, Float32(-INF), lse_log2)
+                    params.lse_partial[Int64(work.slot), s_idx, head] = piece_lse
+                else:
+                    params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse_log2 * LN_2)
+        self.store_pair(shared.factor, lane, factor)
+
+    # ---- steps of math ----
 
     @cute.jit
     def rescale(self, accO: cute.Tensor, alpha: cute.Tensor):
@@ -803,81 +866,42 @@ class SparseDecode:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def finish_rows(
-        self, params: Params, work: Work, req: Int32, s_idx: Int32, head_tile: Int32, row: Int32, t: Int32,
-        row_max: cute.Tensor, row_sum: cute.Tensor,
-    ):  # fmt: skip
-        """Writes lse (natural log, or base 2 for a piece) and returns the factors [2] that turn accO into the output.
-
-        Nothing attended: factor 0, lse +inf (a piece: -inf). The sink counts once: here for a whole request, in combine
-        for a split one.
-        """
-        factor = cute.make_rmem_tensor(2, Float32)
-        for half in cutlass.range_constexpr(2):
-            head = head_tile * TILE_M + row + 8 * half
-            total = quad_sum(row_sum[half])
-            lse_log2 = cute.math.log2(total, fastmath=True) + row_max[half]
-            denominator = total
-            if const_expr(params.attn_sink is not None):
-                sink_log2 = params.attn_sink[cutlass.min(head, self.h_q - 1)] * LOG2_E
-                sink = cute.math.exp2(sink_log2 - row_max[half], fastmath=True)
-                denominator += cutlass.select_(work.is_split, Float32(0), sink)
-            is_empty = total == 0.0
-            factor[half] = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
-            if (t % 4 == 0) & (head < self.h_q):
-                if work.is_split:
-                    piece_lse = cutlass.select_(is_empty, Float32(-INF), lse_log2)
-                    params.lse_partial[Int64(work.slot), s_idx, head] = piece_lse
-                else:
-                    params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse_log2 * LN_2)
-        return factor
-
-    @cute.jit
     def store_o(
-        self, params: Params, work: Work, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, math: cutlass.Constexpr,
-        stage: Int32, mma_pv: cute.TiledMma, tma_o: cute.CopyAtom, tma_mO: cute.Tensor, sK: cute.Tensor,
-        accO: cute.Tensor, factor: cute.Tensor,
+        self, params: Params, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, row: Int32, pc: Int32, half: Int32,
+        accO: cute.Tensor, factor_0: Float32, factor_1: Float32,
     ):  # fmt: skip
-        """Warpgroup `math`'s columns of O: bf16 through the request's last K stage and TMA, or fp32 from registers.
+        """256 columns of O from registers to global memory: bf16, or fp32 for a piece.
 
-        The staging tiles are the V tiles that only this warpgroup has read.
+        Element e + 2 r + 4 j of accO is row + 8 r, column 8 j + 2 pc + e. A quad of lanes holds 32 columns of a row in four
+        groups of 8; as bf16 they are transposed, so that each lane stores 16 bytes.
         """
-        for i in cutlass.range_constexpr(cute.size(accO)):
-            accO[i] = accO[i] * factor[i // 2 % 2]
-        if work.is_split:
-            for half in cutlass.range_constexpr(2):
-                head = head_tile * TILE_M + fragment_row(t) + 8 * half
+        work = self.work_range(params, part, req)
+        for r in cutlass.range_constexpr(2):
+            head = head_tile * TILE_M + row + 8 * r
+            factor = (factor_0, factor_1)[r]
+            if work.is_split:
                 if head < self.h_q:
                     gO = cute.zipped_divide(params.o_partial[Int64(work.slot), s_idx, head, None], (2,))  # ((2), 256)
-                    for j in cutlass.range_constexpr(self.columns[math] // 8):  # a quad fills a 32-byte sector
-                        per_mma = self.pv_n[math] // 8
-                        pair = accO[(None, half, j % per_mma), 0, j // per_mma]
-                        cute.autovec_copy(pair, gO[None, self.first_column[math] // 2 + 4 * j + t % 4])
-        else:
-            barrier = NamedBarriers.MATH0 + math
-            rO = cute.make_rmem_tensor(accO.layout, BFloat16)
-            rO.store(accO.load().to(BFloat16))
-            sO = self.columns_of(sK[None, None, stage], math, mode=1)  # [64, columns]
-            copy_o = cute.make_tiled_copy_C(
-                cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), BFloat16), mma_pv
-            ).get_slice(t)
-            # All four warps have finished their WGMMAs on V before O overwrites it.
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-            cute.copy(copy_o, copy_o.retile(rO), copy_o.partition_D(sO))
-            cute.arch.fence_proxy("async.shared", space="cta")  # O's generic stores become visible to the TMA store
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-            if cute.arch.make_warp_uniform(t // 32) == 0:
-                for i in cutlass.range_constexpr(self.columns[math] // SW128_COLUMNS):
-                    tile = self.first_column[math] // SW128_COLUMNS + i
-                    sO_tile = cute.local_tile(sO, (TILE_M, SW128_COLUMNS), (0, i))
-                    gO = cute.local_tile(tma_mO[None, None, s_idx, req], (TILE_M, SW128_COLUMNS), (head_tile, tile))
-                    tOsO, tOgO = cpasync.tma_partition(
-                        tma_o, 0, cute.make_layout(1), cute.group_modes(sO_tile, 0, 2), cute.group_modes(gO, 0, 2)
-                    )
-                    cute.copy(tma_o, tOsO, tOgO)
-                cute.arch.cp_async_bulk_commit_group()
-                # The stage is released, and the CTA may end, only when the store has read it.
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    for j in cutlass.range_constexpr(HALF // 8):  # a quad fills a 32-byte sector
+                        pair = cute.make_rmem_tensor(2, Float32)
+                        for e in cutlass.range_constexpr(2):
+                            pair[e] = accO[e + 2 * r + 4 * j] * factor
+                        cute.autovec_copy(pair, gO[None, half * (HALF // 2) + 4 * j + pc])
+            else:
+                gO = cute.zipped_divide(params.out[Int64(req), s_idx, cutlass.min(head, self.h_q - 1), None], (8,))
+                for group in cutlass.range_constexpr(HALF // 32):
+                    pairs = []
+                    for j in (0, 1, 2, 3):
+                        pair = cute.make_rmem_tensor(2, Float32)
+                        for e in (0, 1):
+                            pair[e] = accO[e + 2 * r + 4 * (4 * group + j)] * factor
+                        bf16 = cute.make_rmem_tensor(2, BFloat16)
+                        bf16.store(pair.load().to(BFloat16))
+                        pairs.append(cute.recast_tensor(bf16, Uint32)[0])
+                    words = cute.make_rmem_tensor(4, Uint32)
+                    words[0], words[1], words[2], words[3] = quad_transpose(pairs, pc)
+                    if head < self.h_q:
+                        cute.autovec_copy(cute.recast_tensor(words, BFloat16), gO[None, half * (HALF // 8) + 4 * group + pc])
 
 
 SparseDecode.kernel.set_name_prefix("mla_sparse_decode_sm90", remove_cutlass_symbol=True, keep_mangled_name=False)
