@@ -1,7 +1,7 @@
 """Thread-level pieces of the SM90 kernels: shared memory by address, bulk copies, conversion, fragment arithmetic."""
 
 import cutlass
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
 LOG2_E = 1.4426950408889634
@@ -34,22 +34,47 @@ def bulk_copy_to_smem(dst: Int32, src: Int64, num_bytes: int, mbar: Int32) -> No
     )
 
 
-def e4m3_to_bf16(codes: cute.Tensor, scale: Float32) -> cute.Tensor:
-    """16 e4m3 codes (registers [4] x 32 bit) times an fp32 scale -> registers [8] x 32 bit of bf16 pairs, in order.
+def e4m3_to_fp16(codes: cute.Tensor, scale: Uint32) -> cute.Tensor:
+    """16 e4m3 codes (registers [4] x 32 bit) times a scale (the same fp16 twice) -> registers [8] of fp16 pairs, in order.
 
-    e4m3 -> f16 -> f32 is exact, the product is rounded once: bit-equal to bf16(float(code) * scale) for every scale.
+    A code is exact in fp16; the product is rounded once.
     """
-    values = cute.recast_tensor(codes, Float8E4M3FN).load().to(Float32) * scale
-    bf16 = cute.make_rmem_tensor(16, BFloat16)
-    bf16.store(values.to(BFloat16))
-    return cute.recast_tensor(bf16, Uint32)
+    fp16 = cute.make_rmem_tensor(16, Float16)
+    fp16.store(cute.recast_tensor(codes, Float8E4M3FN).load().to(Float16))
+    words = cute.recast_tensor(fp16, Uint32)
+    for i in range(8):
+        words[i] = inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[words[i], scale])
+    return words
 
 
-def e8m0_to_fp32(code: Uint32) -> Float32:
-    """2^(code - 127); 0 is 2^-127, a subnormal, and 255 NaN."""
-    bits = code << 23
-    bits = cutlass.select_(code == 0, Uint32(0x00400000), bits)
-    return Uint32(cutlass.select_(code == 255, Uint32(0x7FC00000), bits)).bitcast(Float32)
+def bf16_to_fp16(words: cute.Tensor, factor: Float32, out: cute.Tensor) -> None:
+    """Registers of bf16 pairs times a factor -> registers `out` of fp16 pairs; what is too large becomes inf."""
+    fp16 = cute.make_rmem_tensor(2 * cute.size(words), Float16)
+    fp16.store((cute.recast_tensor(words, BFloat16).load().to(Float32) * factor).to(Float16))
+    pairs = cute.recast_tensor(fp16, Uint32)
+    for i in range(cute.size(out)):
+        out[i] = pairs[i]
+
+
+def fp16_pair(x: Float32) -> Uint32:
+    """x as fp16, twice."""
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair[0], pair[1] = x, x
+    fp16 = cute.make_rmem_tensor(2, Float16)
+    fp16.store(pair.load().to(Float16))
+    return cute.recast_tensor(fp16, Uint32)[0]
+
+
+def mul_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+    """Product of two pairs of bf16."""
+    code = "{ .reg .b32 b; mov.b32 b, {$r1}; mul.rn.bf16x2 {$w0}, {$r0}, b; }"  # b may be a literal, which mul does not take
+    return inline_ptx(code, write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def nan_if_inf(pair: Uint32) -> Uint32:
+    """x * 0 + x of both fp16 values: x where it is finite, else NaN."""
+    code = "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.f16x2 {$w0}, {$r0}, zero, {$r1}; }"
+    return inline_ptx(code, write_only_types=[Uint32], read_only_args=[pair, pair])
 
 
 def fragment_row(thread: Int32) -> Int32:

@@ -45,6 +45,7 @@ import cutlass.memory
 from cutlass import (
     BFloat16,
     Boolean,
+    Float16,
     Float32,
     Int32,
     Int64,
@@ -63,10 +64,13 @@ from .helpers import (
     LN_2,
     LOG2_E,
     bulk_copy_to_smem,
-    e4m3_to_bf16,
-    e8m0_to_fp32,
+    bf16_to_fp16,
+    e4m3_to_fp16,
+    fp16_pair,
     fragment_row,
     load_smem_16b,
+    mul_bf16x2,
+    nan_if_inf,
     quad_transpose,
     set_registers,
     smem_tensor,
@@ -79,6 +83,9 @@ TILE_M = 64  # heads of a CTA: the M of a WGMMA
 SW128_COLUMNS = 64  # bf16 columns of one 128-byte swizzle row: the width of a K or Q "tile"
 WARPGROUP = 128
 HALF = 256  # columns of O, and of V, of a math warpgroup
+Q_SCALE = 16.0  # Q is divided by it to fit into fp16: values up to 2 ** 20, in steps of 2 ** -20
+Q_SCALE_INVERSE = 0x3D803D80  # 1 / Q_SCALE, a pair of bf16
+MIN_EXPONENT = 67  # of a key, biased: scales below 2 ** -60 lose bits
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
 
 
@@ -201,7 +208,8 @@ class Shared(NamedTuple):
     v_empty: cute.Pointer  # [v_slots] a half of V is read
     p_full: cute.Pointer  # P, alpha and both halves of V are written
     p_empty: cute.Pointer  # P and alpha are read
-    sQ: cute.Tensor  # [64, d_qk]
+    sQ: cute.Tensor  # [64, d_qk] bf16
+    sQ16: cute.Tensor  # the same bytes as fp16
     sV: cute.Tensor  # [256, 64, v_slots]: columns first
     sP: cute.Tensor  # [64 heads, 64 keys]
     raw: cute.Pointer  # [4 warps, 16 records]
@@ -222,6 +230,7 @@ class SparseDecode:
         self.tile_n = config.tile_n
         self.fmt = FORMATS[problem.kv_format]
         self.num_tiles = self.fmt.d_qk // SW128_COLUMNS  # column tiles of Q and K, 9 or 8; the last is rope
+        self.v_tiles = self.fmt.d_v // SW128_COLUMNS  # those that are V too: the first 8
         self.raw_pitch = config.raw_pitch(self.fmt)
 
     @cute.jit
@@ -245,13 +254,19 @@ class SparseDecode:
     ):
         mma_qk = cute.make_tiled_mma(  # S^T [64 keys, 64 heads]: K from registers, Q from shared memory
             warpgroup.MmaF16BF16Op(
+                Float16, Float32, (self.tile_n, TILE_M, 16), warpgroup.OperandSource.RMEM,
+                OperandMajorMode.K, OperandMajorMode.K,
+            )
+        )  # fmt: skip
+        mma_rope = cute.make_tiled_mma(  # the same, of V32's rope, which is not rescaled
+            warpgroup.MmaF16BF16Op(
                 BFloat16, Float32, (self.tile_n, TILE_M, 16), warpgroup.OperandSource.RMEM,
                 OperandMajorMode.K, OperandMajorMode.K,
             )
         )  # fmt: skip
         mma_pv = cute.make_tiled_mma(  # O [64 heads, 256]: P^T and V both as they lie, keys outermost
             warpgroup.MmaF16BF16Op(
-                BFloat16, Float32, (TILE_M, HALF, 16), warpgroup.OperandSource.SMEM,
+                Float16, Float32, (TILE_M, HALF, 16), warpgroup.OperandSource.SMEM,
                 OperandMajorMode.MN, OperandMajorMode.MN,
             )
         )  # fmt: skip
@@ -272,8 +287,8 @@ class SparseDecode:
         @cute.struct
         class Smem:
             sQ: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_q)], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_v)], 1024]
-            sP: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout_p)], 1024]
+            sV: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_v)], 1024]
+            sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_p)], 1024]
             raw: cute.struct.Align[cute.struct.MemRange[Uint8, self.tile_n * self.raw_pitch], 128]
             exchange: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 4 * TILE_M], 16]
             alpha: cute.struct.MemRange[Float32, TILE_M]
@@ -299,7 +314,7 @@ class SparseDecode:
             o_partial, lse_partial, out, lse, softmax_scale * LOG2_E,
         )  # fmt: skip
         # Head tiles of one query token are neighbours in the grid, so that the second gather of a record hits L2.
-        self.kernel(params, mma_qk, mma_pv, tma_q, tma_mQ, layout_q, layout_v, layout_p).launch(
+        self.kernel(params, mma_qk, mma_rope, mma_pv, tma_q, tma_mQ, layout_q, layout_v, layout_p).launch(
             grid=[self.head_tiles, q.shape[1], metadata.shape[0]],
             block=[3 * WARPGROUP, 1, 1],
             smem=Smem.size_in_bytes(),
@@ -313,6 +328,7 @@ class SparseDecode:
         self,
         params: Params,
         mma_qk: cute.TiledMma,
+        mma_rope: cute.TiledMma,
         mma_pv: cute.TiledMma,
         tma_q: cute.CopyAtom,
         tma_mQ: cute.Tensor,
@@ -331,6 +347,7 @@ class SparseDecode:
             storage.q_full.data_ptr(), storage.raw_full.data_ptr(), storage.raw_empty.data_ptr(),
             storage.v_empty.data_ptr(), storage.p_full.data_ptr(), storage.p_empty.data_ptr(),
             storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=Float16),
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0, 2])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
             storage.raw.data_ptr(), storage.valid.data_ptr(), storage.alpha.data_ptr(), storage.factor.data_ptr(),
@@ -356,7 +373,7 @@ class SparseDecode:
             self.math(params, part_idx, s_idx, head_tile, tid % WARPGROUP, wg, mma_pv, shared)
         else:
             set_registers(self.config.registers[1])
-            self.convert(params, part_idx, s_idx, head_tile, tid % WARPGROUP, mma_qk, tma_q, tma_mQ, shared)
+            self.convert(params, part_idx, s_idx, head_tile, tid % WARPGROUP, mma_qk, mma_rope, tma_q, tma_mQ, shared)
         # Lets combine's CTAs be set up while the last ones here still run; it waits for the whole grid before it reads.
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -560,7 +577,7 @@ class SparseDecode:
     @cute.jit
     def convert(
         self, params: Params, part_idx: Int32, s_idx: Int32, head_tile: Int32, t: Int32, mma_qk: cute.TiledMma,
-        tma_q: cute.CopyAtom, tma_mQ: cute.Tensor, shared: Shared,
+        mma_rope: cute.TiledMma, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor, shared: Shared,
     ):  # fmt: skip
         """K in bf16: into registers for S^T = K Q^T, into shared memory as V; softmax over keys; lse.
 
@@ -570,13 +587,14 @@ class SparseDecode:
         lane, w = t % 32, cute.arch.make_warp_uniform(t // 32)
         g, pc = lane // 4, lane % 4
         thr_qk = mma_qk.get_slice(t)
-        rQ = mma_qk.make_fragment_B(thr_qk.partition_B(shared.sQ))  # (MMA, 1, 4 * num_tiles): descriptors
+        rQ = mma_qk.make_fragment_B(thr_qk.partition_B(shared.sQ16))  # (MMA, 1, 4 * num_tiles): descriptors
+        rQ_rope = mma_rope.make_fragment_B(mma_rope.get_slice(t).partition_B(shared.sQ))
         accS = cute.make_rmem_tensor(thr_qk.partition_shape_C((self.tile_n, TILE_M)), Float32)  # ((2,2,8),1,1)
         sPT = cute.make_tensor(shared.sP.iterator, cute.select(shared.sP.layout, mode=[1, 0]))  # [keys, heads]
         copy_p = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), BFloat16), mma_qk
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), Float16), mma_qk
         ).get_slice(t)
-        rP = cute.make_rmem_tensor(accS.layout, BFloat16)
+        rP = cute.make_rmem_tensor(accS.layout, Float16)
         exchange = Int32(shared.exchange.toint())
         row_max = cute.make_rmem_tensor(2, Float32)  # of heads 2 lane and 2 lane + 1; base 2, scaled
         row_sum = cute.make_rmem_tensor(16, Float32)  # of heads 8 j + 2 pc + e at 2 j + e, over this lane's keys
@@ -598,7 +616,14 @@ class SparseDecode:
                 cute.arch.mbarrier_wait(shared.raw_full + w, n & 1)
                 masks = cute.make_tensor(shared.valid, 8)
                 valid = masks[2 * w] | (masks[2 * w + 1] << 8)
-                v_slot, v_phase = self.scores(shared, mma_qk, rQ, accS, w, lane, v_slot, v_phase)
+                v_slot, v_phase, exponents = self.scores(
+                    shared, mma_qk, mma_rope, rQ, rQ_rope, accS, w, lane, v_slot, v_phase
+                )
+                # accS -> base-2 logits plus the exponent of the key: V is smaller by just that.
+                for i in cutlass.range_constexpr(cute.size(accS)):
+                    r = i // 2 % 2
+                    power = (exponents[r] << 23).bitcast(Float32)
+                    accS[i] = accS[i] * (power * (params.scale_log2 * Q_SCALE)) + (Float32(Int32(exponents[r])) - 127.0)
 
                 # Masked by select and after the product: adding -inf to a NaN would stay NaN.
                 if valid != 0xFFFF:
@@ -616,7 +641,7 @@ class SparseDecode:
                     self.load_q(req + 1, s_idx, head_tile, w, tma_q, tma_mQ, shared)
                 block_max = self.gather(buffer, lane, cute.arch.fmax)
                 for e in cutlass.range_constexpr(2):
-                    new_max = cute.arch.fmax(row_max[e], block_max[e] * params.scale_log2)
+                    new_max = cute.arch.fmax(row_max[e], block_max[e])
                     alpha[e] = cute.math.exp2(row_max[e] - new_max, fastmath=True)
                     row_max[e] = new_max
 
@@ -631,10 +656,10 @@ class SparseDecode:
                     j, e = i // 2, i % 2
                     top = cute.arch.shuffle_sync(row_max[e], 4 * j + pc)
                     for r in cutlass.range_constexpr(2):
-                        x = accS[4 * j + 2 * r + e]
-                        accS[4 * j + 2 * r + e] = cute.math.exp2(x * params.scale_log2 - top, fastmath=True)
-                    row_sum[i] = row_sum[i] + (accS[4 * j + e] + accS[4 * j + 2 + e])
-                rP.store(accS.load().to(BFloat16))
+                        p = cute.math.exp2(accS[4 * j + 2 * r + e] - top, fastmath=True)
+                        accS[4 * j + 2 * r + e] = p
+                        row_sum[i] = row_sum[i] + p * ((254 - exponents[r]) << 23).bitcast(Float32)
+                rP.store(accS.load().to(Float16))
                 cute.copy(copy_p, copy_p.retile(rP), copy_p.partition_D(sPT))
                 if block + 1 == last_block:
                     # The other buffer: its last readers have passed this block's barrier.
@@ -651,8 +676,8 @@ class SparseDecode:
     # ---- steps of convert ----
 
     def scores(
-        self, shared: Shared, mma_qk: cute.TiledMma, rQ: cute.Tensor, accS: cute.Tensor, w: Int32, lane: Int32,
-        v_slot: Int32, v_phase: Int32,
+        self, shared: Shared, mma_qk: cute.TiledMma, mma_rope: cute.TiledMma, rQ: cute.Tensor, rQ_rope: cute.Tensor,
+        accS: cute.Tensor, w: Int32, lane: Int32, v_slot: Int32, v_phase: Int32,
     ):  # fmt: skip
         """accS = K Q^T for the block's 64 keys, and V: tile by tile of 64 columns, loaded ahead, converted, stored, multiplied.
 
@@ -664,22 +689,29 @@ class SparseDecode:
         records = (record, record + 8 * pitch)
         v_row = Int32(shared.sV.iterator.toint()) + (16 * w + g) * 128
         # K as the register operand, two column tiles: one is multiplied while the other one is converted.
-        rK = [cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4)), BFloat16) for _ in (0, 1)]
-        stored = self.fmt.d_v // SW128_COLUMNS  # tiles of V: the first 8
+        rK = [cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4)), Float16) for _ in (0, 1)]
+        stored = self.v_tiles
         order = [*range(stored, self.num_tiles), *range(stored)]  # V32's rope, which is not of V, first
 
-        scales = [self.load_scales(r) for r in records]
-        codes = {tile: [self.load_codes(r, tile, pc) for r in records] for tile in order[: self.num_tiles - stored + 2]}
+        rope = [self.load_codes(r, self.num_tiles - 1, pc) for r in records]
+        scales, exponents = zip(*(self.load_scales(r, rope[i]) for i, r in enumerate(records)))
+        codes = {self.num_tiles - 1: rope}
+        for tile in (0, 1):
+            codes[tile] = [self.load_codes(r, tile, pc) for r in records]
         for i, tile in enumerate(order):
             is_stored = tile < stored
             if is_stored and tile % 4 == 0:
                 cute.arch.mbarrier_wait(shared.v_empty + v_slot, v_phase)
             if is_stored and 2 * tile + 2 < stored:
                 for ahead in (2 * tile + 2, 2 * tile + 3):
-                    codes[ahead] = [self.load_codes(r, ahead, pc) for r in records]
+                    if ahead not in codes:
+                        codes[ahead] = [self.load_codes(r, ahead, pc) for r in records]
             if i >= 2:
                 warpgroup.wait_group(1)  # the tile before the last one: its registers are free
-            k = [self.to_bf16(codes[tile][r], scales[r], tile) for r in (0, 1)]
+            if is_stored:
+                k = [self.to_fp16(codes[tile][r], scales[r], exponents[r], tile) for r in (0, 1)]
+            else:
+                k = [self.rope_to_bf16(codes[tile][r], exponents[r]) for r in (0, 1)]
             fragment = cute.recast_tensor(rK[i % 2], Uint32)
             for r in (0, 1):
                 for s in range(4):
@@ -694,8 +726,13 @@ class SparseDecode:
                         store_smem_16b(v_tile + r * 1024 + ((chunks[part] ^ g) * 16), words)
             warpgroup.fence()
             for s in range(4):
-                mma_qk.set(warpgroup.Field.ACCUMULATE, i + s > 0)
-                cute.gemm(mma_qk, accS, rK[i % 2][None, None, s], rQ[None, None, 4 * tile + s], accS)
+                if is_stored:
+                    mma_qk.set(warpgroup.Field.ACCUMULATE, i + s > 0)
+                    cute.gemm(mma_qk, accS, rK[i % 2][None, None, s], rQ[None, None, 4 * tile + s], accS)
+                else:
+                    mma_rope.set(warpgroup.Field.ACCUMULATE, s > 0)
+                    a = cute.recast_tensor(rK[i % 2], BFloat16)
+                    cute.gemm(mma_rope, accS, a[None, None, s], rQ_rope[None, None, 4 * tile + s], accS)
             warpgroup.commit_group()
             if tile == 3:
                 self.release_raw(shared.raw_empty + w, lane, codes[stored - 1][1][-1][3])
@@ -705,7 +742,7 @@ class SparseDecode:
                 v_slot = cutlass.select_(wraps, Int32(0), v_slot)
                 v_phase = cutlass.select_(wraps, v_phase ^ 1, v_phase)
         warpgroup.wait_group(0)
-        return v_slot, v_phase
+        return v_slot, v_phase, exponents
 
     def load_codes(self, record: Int32, tile: int, pc: Int32) -> list[cute.Tensor]:
         """A lane's part of column tile `tile` of a record: 16 codes, or of rope 8 values and the 8 that lie 32 further."""
@@ -713,25 +750,55 @@ class SparseDecode:
             return [load_smem_16b(record + self.fmt.nope_offset + tile * SW128_COLUMNS + pc * 16)]
         return [load_smem_16b(record + self.fmt.rope_offset + 64 * i + pc * 16) for i in (0, 1)]
 
-    def load_scales(self, record: Int32) -> cute.Tensor:
-        """fp32 by quantisation tile: V32's 4, or MODEL1's 7 from their e8m0 codes behind the row."""
-        if self.fmt.scale_bytes == 4:
-            return load_smem_16b(record + self.fmt.scale_offset, Float32)
-        words = cute.make_rmem_tensor(2, Uint32)
-        cute.autovec_copy(smem_tensor(record + self.fmt.row_bytes, Uint32, 2), words)
-        scales = cute.make_rmem_tensor(self.fmt.num_scales, Float32)
-        for i in range(self.fmt.num_scales):
-            scales[i] = e8m0_to_fp32((words[i // 4] >> (8 * (i % 4))) & 255)
-        return scales
+    def load_scales(self, record: Int32, rope: list[cute.Tensor]):
+        """Scales of a key's quantisation tiles over 2 ** (exponent - 127), each as a pair of fp16; and that exponent.
 
-    def to_bf16(self, codes: list[cute.Tensor], scales: cute.Tensor, tile: int) -> cute.Tensor:
-        """Registers [8] of bf16 pairs from what `load_codes` returns."""
+        The exponent is chosen so that no value of V leaves fp16's range: 448 * scale / 2 ** (exponent - 127) < 57344.
+        """
+        words = cute.make_rmem_tensor(4 if self.fmt.scale_bytes == 4 else 2, Uint32)
+        address = record + (self.fmt.scale_offset if self.fmt.scale_bytes == 4 else self.fmt.row_bytes)
+        cute.autovec_copy(smem_tensor(address, Uint32, cute.size(words)), words)
+        if self.fmt.scale_bytes == 4:
+            fields = [(words[i] & 0x7FFFFFFF) >> 23 for i in range(4)]
+        else:
+            fields = [(words[i // 4] >> (8 * (i % 4))) & 255 for i in range(self.fmt.num_scales)]
+        top = Uint32(MIN_EXPONENT)
+        for field in fields:
+            top = cutlass.max(top, field)
+        if self.num_tiles == self.v_tiles:  # rope is part of V: its values must stay below 65504 too
+            largest = Uint32(0)
+            for half in rope:
+                for i in range(4):
+                    largest = cutlass.max(largest, cutlass.max(half[i] & 0x7FFF0000, (half[i] << 16) & 0x7FFF0000))
+            for offset in (1, 2):
+                largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
+            top = cutlass.max(top, (largest >> 23) - cutlass.min(largest >> 23, Uint32(9)))
+        exponent = top - 6
+        scales = []
+        for i, field in enumerate(fields):
+            if self.fmt.scale_bytes == 4:
+                ratio = words[i].bitcast(Float32) * ((254 - exponent) << 23).bitcast(Float32)
+            else:
+                bits = (field + 127 - cutlass.min(exponent, field + 127)) << 23
+                ratio = Uint32(cutlass.select_(field == 255, Uint32(0x7FC00000), bits)).bitcast(Float32)
+            scales.append(fp16_pair(ratio))
+        return scales, exponent
+
+    def to_fp16(self, codes: list[cute.Tensor], scales: list, exponent: Uint32, tile: int) -> cute.Tensor:
+        """Registers [8] of fp16 pairs, over 2 ** (exponent - 127), from what `load_codes` returns."""
         if len(codes) == 1:
-            return e4m3_to_bf16(codes[0], scales[tile * SW128_COLUMNS // self.fmt.quant_tile])
+            return e4m3_to_fp16(codes[0], scales[tile * SW128_COLUMNS // self.fmt.quant_tile])
         words = cute.make_rmem_tensor(8, Uint32)
-        for i in range(8):
-            words[i] = codes[i // 4][i % 4]
+        inverse = ((254 - exponent) << 23).bitcast(Float32)
+        for i in range(2):
+            bf16_to_fp16(codes[i], inverse, cute.make_tensor(words.iterator + 4 * i, 4))
         return words
+
+    def rope_to_bf16(self, codes: list[cute.Tensor], exponent: Uint32) -> list:
+        """[8] bf16 pairs of rope over 2 ** (exponent - 127), exactly: rope that is no part of V keeps bf16's range."""
+        inverse = (254 - exponent) << 7
+        inverse = inverse | (inverse << 16)
+        return [mul_bf16x2(codes[i // 4][i % 4], inverse) for i in range(8)]
 
     @cute.jit
     def release_raw(self, barrier: cute.Pointer, lane: Int32, last: Uint32):
@@ -817,6 +884,12 @@ class SparseDecode:
                 for j in range(4):
                     chunk = 4 * (s // 2) + j if is_rope else 2 * j + s // 2
                     words[j] = chunks[chunk][2 * (s % 2) + h]
+                for j in range(4):
+                    words[j] = mul_bf16x2(words[j], Uint32(Q_SCALE_INVERSE))
+                if not is_rope or self.num_tiles == self.v_tiles:
+                    bf16_to_fp16(words, Float32(1), words)
+                    for j in range(4):
+                        words[j] = nan_if_inf(words[j])
                 store_smem_16b(row + (((2 * s + h) ^ swizzle) * 16), words)
 
     @cute.jit
