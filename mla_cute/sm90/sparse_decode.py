@@ -85,6 +85,9 @@ WARPGROUP = 128
 HALF = 256  # columns of O, and of V, of a math warpgroup
 Q_SCALE = 16.0  # Q is divided by it to fit into fp16: values up to 2 ** 20, in steps of 2 ** -20
 Q_SCALE_INVERSE = 0x3D803D80  # 1 / Q_SCALE, a pair of bf16
+import os
+REL = int(os.environ.get('REL', '2'))
+DELAY = int(os.environ.get('DELAY', '7'))
 MIN_EXPONENT = 67  # of a key, biased: scales below 2 ** -60 lose bits
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
 
@@ -115,7 +118,7 @@ class Config:
         v = self.v_slots * self.tile_n * HALF * 2
         p = self.tile_n * TILE_M * 2
         raw = self.tile_n * self.raw_pitch(fmt)
-        small = 2 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 32 + 8 * (1 + 4 + 4 + self.v_slots + 2)
+        small = 2 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 32 + 8 * (1 + 4 + 4 + self.v_slots + 3)
         return q + v + p + raw + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -206,7 +209,7 @@ class Shared(NamedTuple):
     raw_full: cute.Pointer  # [4] a convert warp's 16 records have arrived
     raw_empty: cute.Pointer  # [4] and are read
     v_empty: cute.Pointer  # [v_slots] a half of V is read
-    p_full: cute.Pointer  # P, alpha and both halves of V are written
+    p_full: cute.Pointer  # [2] by math warpgroup: P, alpha and its half of V may be read
     p_empty: cute.Pointer  # P and alpha are read
     sQ: cute.Tensor  # [64, d_qk] bf16
     sQ16: cute.Tensor  # the same bytes as fp16
@@ -297,7 +300,7 @@ class SparseDecode:
             raw_full: cute.struct.MemRange[Int64, 4]
             raw_empty: cute.struct.MemRange[Int64, 4]
             v_empty: cute.struct.MemRange[Int64, self.config.v_slots]
-            p_full: cute.struct.MemRange[Int64, 1]
+            p_full: cute.struct.MemRange[Int64, 2]
             p_empty: cute.struct.MemRange[Int64, 1]
             valid: cute.struct.Align[cute.struct.MemRange[Uint32, 8], 8]
 
@@ -363,7 +366,8 @@ class SparseDecode:
                     cute.arch.mbarrier_init(shared.raw_empty + i, 1)  # the convert warp
                 for i in cutlass.range_constexpr(self.config.v_slots):
                     cute.arch.mbarrier_init(shared.v_empty + i, 4)  # the warps of the half's math warpgroup
-                cute.arch.mbarrier_init(shared.p_full, 4)  # the convert warps
+                for i in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(shared.p_full + i, 4)  # the convert warps
                 cute.arch.mbarrier_init(shared.p_empty, 8)  # the math warps
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -447,17 +451,17 @@ class SparseDecode:
             work = self.work_range(params, part, req)
             block, last = work.first_block, work.last_block
         index, is_extra = self.load_index(params, part, s_idx, req, block, token, lane)
-        fills = Int32(0)
-        for _ in cutlass.range_constexpr(2):
-            is_real, src, mask, low, high = self.resolve(params, part, req, index, is_extra)
-            req, block, last = self.next_block(params, part, req, block, last)
-            index, is_extra = self.load_index(params, part, s_idx, req, block, token, lane)
-            if is_real:
-                self.fill(shared, w, half, lane, fills, src, mask, low, high)
-            fills += 1
         is_real, src, mask, low, high = self.resolve(params, part, req, index, is_extra)
         req, block, last = self.next_block(params, part, req, block, last)
         index, is_extra = self.load_index(params, part, s_idx, req, block, token, lane)
+        fills = Int32(0)
+        for _ in cutlass.range(2 + half, unroll=1):
+            if is_real:
+                self.fill(shared, w, half, lane, fills, src, mask, low, high)
+            fills += 1
+            is_real, src, mask, low, high = self.resolve(params, part, req, index, is_extra)
+            req, block, last = self.next_block(params, part, req, block, last)
+            index, is_extra = self.load_index(params, part, s_idx, req, block, token, lane)
 
         n, slot = Int32(0), half  # blocks done; this half's slot of V
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
@@ -465,7 +469,7 @@ class SparseDecode:
             first_block, last_block = work.first_block, work.last_block
             accO.fill(0.0)
             for i in cutlass.range(first_block, last_block, unroll=1):
-                cute.arch.mbarrier_wait(shared.p_full, n & 1)
+                cute.arch.mbarrier_wait(shared.p_full + half, n & 1)
                 alpha[0], alpha[1] = sAlpha[row], sAlpha[row + 8]
                 self.rescale(accO, alpha)
                 warpgroup.fence()
@@ -617,7 +621,7 @@ class SparseDecode:
                 masks = cute.make_tensor(shared.valid, 8)
                 valid = masks[2 * w] | (masks[2 * w + 1] << 8)
                 v_slot, v_phase, exponents = self.scores(
-                    shared, mma_qk, mma_rope, rQ, rQ_rope, accS, w, lane, v_slot, v_phase
+                    shared, mma_qk, mma_rope, rQ, rQ_rope, accS, w, lane, v_slot, v_phase, block > first_block
                 )
                 # accS -> base-2 logits plus the exponent of the key: V is smaller by just that.
                 for i in cutlass.range_constexpr(cute.size(accS)):
@@ -641,13 +645,11 @@ class SparseDecode:
                     self.load_q(req + 1, s_idx, head_tile, w, tma_q, tma_mQ, shared)
                 block_max = self.gather(buffer, lane, cute.arch.fmax)
                 for e in cutlass.range_constexpr(2):
-                    new_max = cute.arch.fmax(row_max[e], block_max[e])
+                    # A maximum is raised only when it must be: P stays below 2 ** 8, and O is rarely rescaled.
+                    new_max = cutlass.select_(block_max[e] > row_max[e] + 8.0, block_max[e], row_max[e])
                     alpha[e] = cute.math.exp2(row_max[e] - new_max, fastmath=True)
                     row_max[e] = new_max
 
-                cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)
-                if w == 0:
-                    self.store_pair(shared.alpha, lane, alpha)
                 # Lane 4 j + pc has heads 8 j + 2 pc and the next.
                 if cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0)):
                     for i in cutlass.range_constexpr(16):
@@ -660,6 +662,9 @@ class SparseDecode:
                         accS[4 * j + 2 * r + e] = p
                         row_sum[i] = row_sum[i] + p * ((254 - exponents[r]) << 23).bitcast(Float32)
                 rP.store(accS.load().to(Float16))
+                cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)
+                if w == 0:
+                    self.store_pair(shared.alpha, lane, alpha)
                 cute.copy(copy_p, copy_p.retile(rP), copy_p.partition_D(sPT))
                 if block + 1 == last_block:
                     # The other buffer: its last readers have passed this block's barrier.
@@ -671,13 +676,15 @@ class SparseDecode:
                         self.finish(params, shared, part, req, s_idx, head_tile, lane, row_max, total)
                 cute.arch.fence_proxy("async.shared", space="cta")  # V and P become visible to the products of math
                 self.release(shared.p_full)
+                if block + 1 == last_block:
+                    self.release(shared.p_full + 1)
                 n += 1
 
     # ---- steps of convert ----
 
     def scores(
         self, shared: Shared, mma_qk: cute.TiledMma, mma_rope: cute.TiledMma, rQ: cute.Tensor, rQ_rope: cute.Tensor,
-        accS: cute.Tensor, w: Int32, lane: Int32, v_slot: Int32, v_phase: Int32,
+        accS: cute.Tensor, w: Int32, lane: Int32, v_slot: Int32, v_phase: Int32, has_waiting: Boolean,
     ):  # fmt: skip
         """accS = K Q^T for the block's 64 keys, and V: tile by tile of 64 columns, loaded ahead, converted, stored, multiplied.
 
@@ -734,7 +741,9 @@ class SparseDecode:
                     a = cute.recast_tensor(rK[i % 2], BFloat16)
                     cute.gemm(mma_rope, accS, a[None, None, s], rQ_rope[None, None, 4 * tile + s], accS)
             warpgroup.commit_group()
-            if tile == 3:
+            if tile == DELAY:
+                self.release_if(shared.p_full + 1, has_waiting)
+            if tile == REL:
                 self.release_raw(shared.raw_empty + w, lane, codes[stored - 1][1][-1][3])
             if is_stored and tile % 4 == 3:
                 v_slot += 1
@@ -799,6 +808,12 @@ class SparseDecode:
         inverse = (254 - exponent) << 7
         inverse = inverse | (inverse << 16)
         return [mul_bf16x2(codes[i // 4][i % 4], inverse) for i in range(8)]
+
+    @cute.jit
+    def release_if(self, barrier: cute.Pointer, condition: Boolean):
+        """The second math warpgroup's products with the last block's V: they fill the matrix units during the softmax."""
+        if condition:
+            self.release(barrier)
 
     @cute.jit
     def release_raw(self, barrier: cute.Pointer, lane: Int32, last: Uint32):
