@@ -26,11 +26,11 @@ def store_smem_16b(addr: Int32, r: cute.Tensor) -> None:
     cute.autovec_copy(r, smem_tensor(addr, r.element_type, 4))
 
 
-def bulk_copy_to_smem(dst: Int32, src: Int64, num_bytes: int, mbar: Int32) -> None:
+def bulk_copy_to_smem(dst: Int32, src: Int64, num_bytes: Int32, mbar: Int32) -> None:
     """One lane's 1-D bulk copy global -> shared, 16-byte aligned; the bytes are counted on `mbar` (shared address)."""
     inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[dst, src, Int32(num_bytes), mbar],
+        read_only_args=[dst, src, num_bytes, mbar],
     )
 
 
@@ -94,6 +94,16 @@ def quad_transpose(words: list, lane: Int32) -> list:
             new[low + offset] = cutlass.select_(upper, words[low + offset], got)
         words = new
     return words
+
+
+def barrier_any(barrier_id: int, num_threads: int, predicate) -> Uint32:
+    """Barrier of `num_threads` threads; 1 if the predicate holds in any of them, else 0."""
+    code = (
+        "{ .reg .pred mine, any; setp.ne.u32 mine, {$r0}, 0; "
+        f"barrier.cta.red.or.pred any, {int(barrier_id)}, {num_threads}, mine; "
+        "selp.u32 {$w0}, 1, 0, any; }"
+    )
+    return inline_ptx(code, write_only_types=[Uint32], read_only_args=[Uint32(predicate)])
 
 
 def set_registers(count: int) -> None:

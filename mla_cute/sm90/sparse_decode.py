@@ -66,6 +66,7 @@ from .helpers import (
     bulk_copy_to_smem,
     bf16_to_fp16,
     e4m3_to_fp16,
+    barrier_any,
     fp16_pair,
     fragment_row,
     load_smem_16b,
@@ -85,9 +86,6 @@ WARPGROUP = 128
 HALF = 256  # columns of O, and of V, of a math warpgroup
 Q_SCALE = 16.0  # Q is divided by it to fit into fp16: values up to 2 ** 20, in steps of 2 ** -20
 Q_SCALE_INVERSE = 0x3D803D80  # 1 / Q_SCALE, a pair of bf16
-import os
-REL = int(os.environ.get('REL', '2'))
-DELAY = int(os.environ.get('DELAY', '7'))
 MIN_EXPONENT = 67  # of a key, biased: scales below 2 ** -60 lose bits
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
 
@@ -118,7 +116,7 @@ class Config:
         v = self.v_slots * self.tile_n * HALF * 2
         p = self.tile_n * TILE_M * 2
         raw = self.tile_n * self.raw_pitch(fmt)
-        small = 2 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 32 + 8 * (1 + 4 + 4 + self.v_slots + 3)
+        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 24 + 8 * (1 + 8 + 8 + self.v_slots + 3)
         return q + v + p + raw + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -206,8 +204,8 @@ class Shared(NamedTuple):
     """Pointers and tensors in shared memory."""
 
     q_full: cute.Pointer  # Q has arrived
-    raw_full: cute.Pointer  # [4] a convert warp's 16 records have arrived
-    raw_empty: cute.Pointer  # [4] and are read
+    raw_full: cute.Pointer  # [2, 4] a convert warp's 16 records have arrived: their right parts, their left parts
+    raw_empty: cute.Pointer  # [2, 4] and are read
     v_empty: cute.Pointer  # [v_slots] a half of V is read
     p_full: cute.Pointer  # [2] by math warpgroup: P, alpha and its half of V may be read
     p_empty: cute.Pointer  # P and alpha are read
@@ -216,9 +214,11 @@ class Shared(NamedTuple):
     sV: cute.Tensor  # [256, 64, v_slots]: columns first
     sP: cute.Tensor  # [64 heads, 64 keys]
     raw: cute.Pointer  # [4 warps, 16 records]
-    valid: cute.Pointer  # [4 warps, 2] uint32: a bit a record, of 8
+    valid: cute.Pointer  # [4] uint32: a bit a record, of the warp's 16
     alpha: cute.Pointer  # [64] fp32: by head, the factor of O before this block
     factor: cute.Pointer  # [64] fp32: by head, the factor of O behind the last block
+    top: cute.Pointer  # [4, 64] fp32: the maxima in use by head, a copy for each convert warp
+    is_raised: cute.Pointer  # uint32: alpha holds something
     exchange: cute.Pointer  # [2, 4, 64] fp32: a block's maxima, or a request's sums, by warp and head
 
 
@@ -294,15 +294,17 @@ class SparseDecode:
             sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_p)], 1024]
             raw: cute.struct.Align[cute.struct.MemRange[Uint8, self.tile_n * self.raw_pitch], 128]
             exchange: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 4 * TILE_M], 16]
+            top: cute.struct.MemRange[Float32, 4 * TILE_M]
             alpha: cute.struct.MemRange[Float32, TILE_M]
             factor: cute.struct.MemRange[Float32, TILE_M]
             q_full: cute.struct.MemRange[Int64, 1]
-            raw_full: cute.struct.MemRange[Int64, 4]
-            raw_empty: cute.struct.MemRange[Int64, 4]
+            is_raised: cute.struct.MemRange[Uint32, 2]
+            raw_full: cute.struct.MemRange[Int64, 8]
+            raw_empty: cute.struct.MemRange[Int64, 8]
             v_empty: cute.struct.MemRange[Int64, self.config.v_slots]
             p_full: cute.struct.MemRange[Int64, 2]
             p_empty: cute.struct.MemRange[Int64, 1]
-            valid: cute.struct.Align[cute.struct.MemRange[Uint32, 8], 8]
+            valid: cute.struct.MemRange[Uint32, 4]
 
         self.Smem = Smem
         # Scratch: the pieces' O, behind them their lse. One part alone splits nothing and needs none.
@@ -354,15 +356,15 @@ class SparseDecode:
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0, 2])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
             storage.raw.data_ptr(), storage.valid.data_ptr(), storage.alpha.data_ptr(), storage.factor.data_ptr(),
-            storage.exchange.data_ptr(),
+            storage.top.data_ptr(), storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
         )  # fmt: skip
 
         if warp_idx == 0:
             cpasync.prefetch_descriptor(tma_q)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(shared.q_full, 1)  # the arrive.expect_tx of the Q load
-                for i in cutlass.range_constexpr(4):
-                    cute.arch.mbarrier_init(shared.raw_full + i, 2)  # the arrive.expect_tx of both filling warps
+                for i in cutlass.range_constexpr(8):
+                    cute.arch.mbarrier_init(shared.raw_full + i, 1)  # the arrive.expect_tx of the filling warp
                     cute.arch.mbarrier_init(shared.raw_empty + i, 1)  # the convert warp
                 for i in cutlass.range_constexpr(self.config.v_slots):
                     cute.arch.mbarrier_init(shared.v_empty + i, 4)  # the warps of the half's math warpgroup
@@ -442,26 +444,19 @@ class SparseDecode:
         row = fragment_row(t)
         sAlpha = cute.make_tensor(shared.alpha, TILE_M)
         sFactor = cute.make_tensor(shared.factor, TILE_M)
-        alpha = cute.make_rmem_tensor(2, Float32)
 
         part = self.load_part(params.metadata, part_idx)
-        token = 16 * w + 8 * half + lane  # of a block; lanes 0..7
         req, block, last = part.begin_req, Int32(0), Int32(0)
         if req <= part.end_req:
             work = self.work_range(params, part, req)
             block, last = work.first_block, work.last_block
-        index, is_extra = self.load_index(params, part, s_idx, req, block, token, lane)
-        is_real, src, mask, low, high = self.resolve(params, part, req, index, is_extra)
-        req, block, last = self.next_block(params, part, req, block, last)
-        index, is_extra = self.load_index(params, part, s_idx, req, block, token, lane)
+        index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
         fills = Int32(0)
         for _ in cutlass.range(2 + half, unroll=1):
-            if is_real:
-                self.fill(shared, w, half, lane, fills, src, mask, low, high)
+            req, block, last, index, is_extra = self.fill(
+                params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra
+            )
             fills += 1
-            is_real, src, mask, low, high = self.resolve(params, part, req, index, is_extra)
-            req, block, last = self.next_block(params, part, req, block, last)
-            index, is_extra = self.load_index(params, part, s_idx, req, block, token, lane)
 
         n, slot = Int32(0), half  # blocks done; this half's slot of V
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
@@ -470,8 +465,10 @@ class SparseDecode:
             accO.fill(0.0)
             for i in cutlass.range(first_block, last_block, unroll=1):
                 cute.arch.mbarrier_wait(shared.p_full + half, n & 1)
-                alpha[0], alpha[1] = sAlpha[row], sAlpha[row + 8]
-                self.rescale(accO, alpha)
+                if cute.make_tensor(shared.is_raised, 1)[0] != 0:
+                    alpha_0, alpha_1 = sAlpha[row], sAlpha[row + 8]
+                    for j in cutlass.range_constexpr(cute.size(accO)):
+                        accO[j] = accO[j] * (alpha_0, alpha_1)[j // 2 % 2]
                 warpgroup.fence()
                 mma_pv.set(warpgroup.Field.ACCUMULATE, True)
                 for k in cutlass.range_constexpr(self.tile_n // 16):
@@ -485,40 +482,38 @@ class SparseDecode:
                     self.store_o(params, part, r, s_idx, head_tile, row, t % 4, half, accO, factor_0, factor_1)
                 else:
                     self.release(shared.p_empty)
-                if is_real:
-                    self.fill(shared, w, half, lane, fills, src, mask, low, high)
+                req, block, last, index, is_extra = self.fill(
+                    params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra
+                )
                 fills += 1
-                is_real, src, mask, low, high = self.resolve(params, part, req, index, is_extra)
-                req, block, last = self.next_block(params, part, req, block, last)
-                index, is_extra = self.load_index(params, part, s_idx, req, block, token, lane)
                 n += 1
                 slot += 2
                 slot = cutlass.select_(slot >= self.config.v_slots, slot - self.config.v_slots, slot)
 
     @cute.jit
-    def load_index(self, params: Params, part: Part, s_idx: Int32, req: Int32, block: Int32, token: Int32, lane: Int32):
-        """Lane l < 8 gets the index of its token of the block, -1 past the request's tokens or the partition; and whether the
+    def load_index(self, params: Params, part: Part, s_idx: Int32, req: Int32, block: Int32, w: Int32, lane: Int32):
+        """Lane l < 16 gets the index of token 16 w + l of the block, -1 past the request's tokens or the partition; and whether the
         block is one of the extra cache."""
         index, is_extra = Int32(-1), Boolean(False)
         if req <= part.end_req:
             work = self.work_range(params, part, req)
-            token += block * self.tile_n
+            token = block * self.tile_n + 16 * w + lane
             if const_expr(params.extra_indices is not None):
                 is_extra = block >= work.num_main_blocks
                 if is_extra:
                     token -= work.num_main_blocks * self.tile_n
-                    if (lane < 8) & (token < work.extra_length):
+                    if (lane < 16) & (token < work.extra_length):
                         index = params.extra_indices[Int64(req), s_idx, token]
-                elif (lane < 8) & (token < work.length):
+                elif (lane < 16) & (token < work.length):
                     index = params.indices[Int64(req), s_idx, token]
             else:
-                if (lane < 8) & (token < work.length):
+                if (lane < 16) & (token < work.length):
                     index = params.indices[Int64(req), s_idx, token]
         return index, is_extra
 
     @cute.jit
-    def resolve(self, params: Params, part: Part, req: Int32, index: Int32, is_extra: Boolean):
-        """Is the block one of the partition's; for each lane's token the record's global address; the warp's mask of tokens to
+    def resolve(self, params: Params, index: Int32, is_extra: Boolean):
+        """For each lane's token the record's global address; the warp's mask of tokens to
         attend (bit l: lane l), an index below 0 or past the cache is none; the token's scales when they lie outside of the
         record (MODEL1: 8 x e8m0)."""
         page_block_size, num_blocks = Uint32(params.kv_cache.shape[1]), Uint32(params.kv_cache.shape[0])
@@ -541,42 +536,60 @@ class SparseDecode:
                 cute.autovec_copy(cute.make_tensor(scales, cute.make_layout(2)), packed)
                 low, high = packed[0], packed[1]
         mask = Uint32(cute.arch.vote_ballot_sync(is_valid))
-        return req <= part.end_req, start + Int64(offset) * self.fmt.row_bytes, mask, low, high
+        return start + Int64(offset) * self.fmt.row_bytes, mask, low, high
 
     @cute.jit
     def fill(
+        self, params: Params, shared: Shared, part: Part, s_idx: Int32, w: Int32, half: Int32, lane: Int32, count: Int32,
+        req: Int32, block: Int32, last: Int32, index: Int32, is_extra: Boolean,
+    ):  # fmt: skip
+        """Copies the 16 records of convert's warp w of the block, if the partition has it, and loads the indices of the one behind it."""
+        if req <= part.end_req:
+            src, mask, low, high = self.resolve(params, index, is_extra)
+            req, block, last = self.next_block(params, part, req, block, last)
+            index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
+            self.copy_records(shared, w, half, lane, count, src, mask, low, high)
+        return req, block, last, index, is_extra
+
+    @cute.jit
+    def copy_records(
         self, shared: Shared, w: Int32, half: Int32, lane: Int32, count: Int32, src: Int64, mask: Uint32,
         low: Uint32, high: Uint32,
     ):  # fmt: skip
-        """Starts the copies of 8 records, rows 8 half.. of convert's warp w, when it has read the last ones.
+        """Starts the copies of 16 records of convert's warp w, when it has read the last ones.
 
-        Row r lies in slot r / 2 + 4 (r % 2). A skipped token's slot is filled with zeros: its P is 0, and 0 * NaN must
+        Row r lies in slot r / 2 % 4 + 4 (r % 2) + 8 (r / 8). A skipped token's slot is filled with zeros: its P is 0, and 0 * NaN must
         not reach O.
         """
-        cute.arch.mbarrier_wait(shared.raw_empty + w, (count & 1) ^ 1)
-        full = shared.raw_full + w
-        first = Int32(shared.raw.toint()) + (16 * w + 8 * half) * self.raw_pitch
-        slot = lane // 2 + 4 * (lane & 1)
-        if mask != 0xFF:
-            for i in cutlass.range(8, unroll=1):
+        # Part 0, the columns from 256 on with rope and scales, is read first: by the warpgroup that has the time then.
+        piece = 1 - half
+        cute.arch.mbarrier_wait(shared.raw_empty + (4 * piece + w), (count & 1) ^ 1)
+        full = shared.raw_full + (4 * piece + w)
+        first = Int32(shared.raw.toint()) + 16 * w * self.raw_pitch
+        start = cutlass.select_(piece == 0, Int32(HALF), Int32(0))
+        size = cutlass.select_(piece == 0, Int32(self.fmt.row_bytes - HALF), Int32(HALF))
+        slot = lane // 2 % 4 + 4 * (lane & 1) + lane // 8 * 8
+        if mask != 0xFFFF:
+            for i in cutlass.range(16, unroll=1):
                 if (mask >> i) & 1 == 0:
                     zeros = cute.make_rmem_tensor(4, Uint32)
                     zeros.fill(0)
-                    record = first + (i // 2 + 4 * (i & 1)) * self.raw_pitch
-                    for j in cutlass.range(lane, self.raw_pitch // 16, 32, unroll=1):
+                    record = first + (i // 2 % 4 + 4 * (i & 1) + i // 8 * 8) * self.raw_pitch + start
+                    for j in cutlass.range(lane, size // 16, 32, unroll=1):
                         store_smem_16b(record + j * 16, zeros)
             cute.arch.fence_proxy("async.shared", space="cta")  # zeros before a later fill's copy into the slot
         if const_expr(self.fmt.scale_bytes == 1):
-            if lane < 8:
+            if (lane < 16) & (piece == 0):
                 scales = cute.make_rmem_tensor(2, Uint32)
                 scales[0], scales[1] = low, high
                 cute.autovec_copy(scales, smem_tensor(first + slot * self.raw_pitch + self.fmt.row_bytes, Uint32, 2))
         cute.arch.sync_warp()  # every lane's stores before the arrival
         if lane == 0:
-            cute.make_tensor(shared.valid, 8)[2 * w + half] = mask
-            cute.arch.mbarrier_arrive_and_expect_tx(full, Int32(cute.arch.popc(mask)) * self.fmt.row_bytes)
+            if piece == 0:
+                cute.make_tensor(shared.valid, 4)[w] = mask
+            cute.arch.mbarrier_arrive_and_expect_tx(full, Int32(cute.arch.popc(mask)) * size)
         if (mask >> lane) & 1 == 1:
-            bulk_copy_to_smem(first + slot * self.raw_pitch, src, self.fmt.row_bytes, Int32(full.toint()))
+            bulk_copy_to_smem(first + slot * self.raw_pitch + start, src + start, size, Int32(full.toint()))
 
     @cute.jit
     def convert(
@@ -600,28 +613,30 @@ class SparseDecode:
         ).get_slice(t)
         rP = cute.make_rmem_tensor(accS.layout, Float16)
         exchange = Int32(shared.exchange.toint())
-        row_max = cute.make_rmem_tensor(2, Float32)  # of heads 2 lane and 2 lane + 1; base 2, scaled
+        top_warp = Int32(shared.top.toint()) + w * (TILE_M * 4)
+        top = cute.make_rmem_tensor(16, Float32)  # base 2, of heads 8 j + 2 pc + e at 2 j + e, as row_sum
         row_sum = cute.make_rmem_tensor(16, Float32)  # of heads 8 j + 2 pc + e at 2 j + e, over this lane's keys
         alpha = cute.make_rmem_tensor(2, Float32)
 
         part = self.load_part(params.metadata, part_idx)
         if part.begin_req <= part.end_req:
             self.load_q(part.begin_req, s_idx, head_tile, w, tma_q, tma_mQ, shared)
+        zero = Uint32(params.metadata.shape[0]) >> 31
         n, v_slot, v_phase, q_phase = Int32(0), Int32(0), Int32(1), Int32(0)
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, req)
             first_block, last_block = work.first_block, work.last_block
-            row_max.fill(-1e30)  # finite: -inf - -inf is NaN
+            # Finite: -inf - -inf is NaN.
+            self.store_pair(top_warp, lane, (Float32(-1e30), Float32(-1e30)))
             row_sum.fill(0.0)
             cute.arch.mbarrier_wait(shared.q_full, q_phase)
             q_phase ^= 1
             self.permute_q(shared, t)
             for block in cutlass.range(first_block, last_block, unroll=1):
                 cute.arch.mbarrier_wait(shared.raw_full + w, n & 1)
-                masks = cute.make_tensor(shared.valid, 8)
-                valid = masks[2 * w] | (masks[2 * w + 1] << 8)
+                valid = cute.make_tensor(shared.valid, 4)[w]
                 v_slot, v_phase, exponents = self.scores(
-                    shared, mma_qk, mma_rope, rQ, rQ_rope, accS, w, lane, v_slot, v_phase, block > first_block
+                    shared, mma_qk, mma_rope, rQ, rQ_rope, accS, w, lane, v_slot, v_phase, n & 1, block > first_block, zero
                 )
                 # accS -> base-2 logits plus the exponent of the key: V is smaller by just that.
                 for i in cutlass.range_constexpr(cute.size(accS)):
@@ -634,46 +649,37 @@ class SparseDecode:
                     for i in cutlass.range_constexpr(cute.size(accS)):
                         key = g + 8 * (i // 2 % 2)  # element e + 2 r + 4 j: key g + 8 r, head 8 j + 2 pc + e
                         accS[i] = cutlass.select_((valid >> key) & 1 == 1, accS[i], Float32(-INF))
-                maxima = cute.make_rmem_tensor(16, Float32)
-                for i in cutlass.range_constexpr(16):
-                    j, e = i // 2, i % 2
-                    maxima[i] = cute.arch.fmax(accS[4 * j + e], accS[4 * j + 2 + e])
-                buffer = exchange + (n & 1) * (4 * TILE_M * 4)
-                self.share(self.over_keys(maxima, lane, cute.arch.fmax), buffer, w, lane)
-                cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
+                # A maximum is raised only when some P would exceed 2 ** 8; then all are made exact.
+                excess = Float32(-INF)
+                for j in cutlass.range_constexpr(8):
+                    pair = smem_tensor(top_warp + (8 * j + 2 * pc) * 4, Float32, 2)
+                    for e in cutlass.range_constexpr(2):
+                        i = 2 * j + e
+                        top[i] = pair[e]
+                        excess = cute.arch.fmax(excess, cute.arch.fmax(accS[4 * j + e], accS[4 * j + 2 + e]) - top[i])
+                is_raised = barrier_any(NamedBarriers.CONVERT, WARPGROUP, excess > 8.0)
                 if (block + 1 == last_block) & (req < part.end_req):  # all four warps are done with Q
                     self.load_q(req + 1, s_idx, head_tile, w, tma_q, tma_mQ, shared)
-                block_max = self.gather(buffer, lane, cute.arch.fmax)
-                for e in cutlass.range_constexpr(2):
-                    # A maximum is raised only when it must be: P stays below 2 ** 8, and O is rarely rescaled.
-                    new_max = cutlass.select_(block_max[e] > row_max[e] + 8.0, block_max[e], row_max[e])
-                    alpha[e] = cute.math.exp2(row_max[e] - new_max, fastmath=True)
-                    row_max[e] = new_max
-
-                # Lane 4 j + pc has heads 8 j + 2 pc and the next.
-                if cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0)):
-                    for i in cutlass.range_constexpr(16):
-                        row_sum[i] = row_sum[i] * cute.arch.shuffle_sync(alpha[i % 2], 4 * (i // 2) + pc)
+                if is_raised != 0:
+                    self.raise_maxima(shared, accS, top, row_sum, top_warp, exchange, w, lane, n)
                 for i in cutlass.range_constexpr(16):
                     j, e = i // 2, i % 2
-                    top = cute.arch.shuffle_sync(row_max[e], 4 * j + pc)
                     for r in cutlass.range_constexpr(2):
-                        p = cute.math.exp2(accS[4 * j + 2 * r + e] - top, fastmath=True)
+                        p = cute.math.exp2(accS[4 * j + 2 * r + e] - top[i], fastmath=True)
                         accS[4 * j + 2 * r + e] = p
                         row_sum[i] = row_sum[i] + p * ((254 - exponents[r]) << 23).bitcast(Float32)
                 rP.store(accS.load().to(Float16))
                 cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)
-                if w == 0:
-                    self.store_pair(shared.alpha, lane, alpha)
+                if (w == 0) & (lane == 0):
+                    cute.make_tensor(shared.is_raised, 1)[0] = is_raised
                 cute.copy(copy_p, copy_p.retile(rP), copy_p.partition_D(sPT))
                 if block + 1 == last_block:
-                    # The other buffer: its last readers have passed this block's barrier.
-                    buffer = exchange + ((n & 1) ^ 1) * (4 * TILE_M * 4)
+                    buffer = exchange + 4 * TILE_M * 4
                     self.share(self.over_keys(row_sum, lane, lambda a, b: a + b), buffer, w, lane)
                     cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
                     if w == 0:
                         total = self.gather(buffer, lane, lambda a, b: a + b)
-                        self.finish(params, shared, part, req, s_idx, head_tile, lane, row_max, total)
+                        self.finish(params, shared, part, req, s_idx, head_tile, lane, self.load_pair(top_warp, lane), total)
                 cute.arch.fence_proxy("async.shared", space="cta")  # V and P become visible to the products of math
                 self.release(shared.p_full)
                 if block + 1 == last_block:
@@ -684,7 +690,8 @@ class SparseDecode:
 
     def scores(
         self, shared: Shared, mma_qk: cute.TiledMma, mma_rope: cute.TiledMma, rQ: cute.Tensor, rQ_rope: cute.Tensor,
-        accS: cute.Tensor, w: Int32, lane: Int32, v_slot: Int32, v_phase: Int32, has_waiting: Boolean,
+        accS: cute.Tensor, w: Int32, lane: Int32, v_slot: Int32, v_phase: Int32, raw_phase: Int32, has_waiting: Boolean,
+        zero: Uint32,
     ):  # fmt: skip
         """accS = K Q^T for the block's 64 keys, and V: tile by tile of 64 columns, loaded ahead, converted, stored, multiplied.
 
@@ -698,21 +705,26 @@ class SparseDecode:
         # K as the register operand, two column tiles: one is multiplied while the other one is converted.
         rK = [cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4)), Float16) for _ in (0, 1)]
         stored = self.v_tiles
-        order = [*range(stored, self.num_tiles), *range(stored)]  # V32's rope, which is not of V, first
+        right, left = range(stored // 2, stored), range(stored // 2)
+        order = [*range(stored, self.num_tiles), *right, *left]  # V32's rope, which is not of V, first
 
         rope = [self.load_codes(r, self.num_tiles - 1, pc) for r in records]
         scales, exponents = zip(*(self.load_scales(r, rope[i]) for i, r in enumerate(records)))
-        codes = {self.num_tiles - 1: rope}
-        for tile in (0, 1):
+        codes, loaded = {self.num_tiles - 1: rope}, []
+        for tile in right[:2]:
             codes[tile] = [self.load_codes(r, tile, pc) for r in records]
         for i, tile in enumerate(order):
             is_stored = tile < stored
             if is_stored and tile % 4 == 0:
                 cute.arch.mbarrier_wait(shared.v_empty + v_slot, v_phase)
-            if is_stored and 2 * tile + 2 < stored:
-                for ahead in (2 * tile + 2, 2 * tile + 3):
-                    if ahead not in codes:
-                        codes[ahead] = [self.load_codes(r, ahead, pc) for r in records]
+            if is_stored:
+                for ahead in [other for other in order if other not in codes][:2]:
+                    if ahead == left[0]:
+                        cute.arch.mbarrier_wait(shared.raw_full + (4 + w), raw_phase)
+                    codes[ahead] = [self.load_codes(r, ahead, pc) for r in records]
+                    last_right = right[-1] if self.num_tiles > stored else right[-2]  # MODEL1's last one is rope
+                    if ahead in (last_right, left[-1]):
+                        loaded.append((ahead, codes[ahead][1][-1][3]))
             if i >= 2:
                 warpgroup.wait_group(1)  # the tile before the last one: its registers are free
             if is_stored:
@@ -741,10 +753,11 @@ class SparseDecode:
                     a = cute.recast_tensor(rK[i % 2], BFloat16)
                     cute.gemm(mma_rope, accS, a[None, None, s], rQ_rope[None, None, 4 * tile + s], accS)
             warpgroup.commit_group()
-            if tile == DELAY:
+            if i == len(order) - 1:
                 self.release_if(shared.p_full + 1, has_waiting)
-            if tile == REL:
-                self.release_raw(shared.raw_empty + w, lane, codes[stored - 1][1][-1][3])
+            for ahead, word in loaded:
+                self.release_raw(shared.raw_empty + (w if ahead >= left.stop else 4 + w), lane, word, zero)
+            loaded = []
             if is_stored and tile % 4 == 3:
                 v_slot += 1
                 wraps = v_slot == self.config.v_slots
@@ -816,11 +829,13 @@ class SparseDecode:
             self.release(barrier)
 
     @cute.jit
-    def release_raw(self, barrier: cute.Pointer, lane: Int32, last: Uint32):
-        """The warp's records are in registers: asks for the last ones loaded, since an arrival does not wait for loads."""
+    def release_raw(self, barrier: cute.Pointer, lane: Int32, last: Uint32, zero: Uint32):
+        """The warp's records are in registers. `last` was loaded last: the address depends on it (by nothing, `zero` is 0 at
+        run time), because an arrival alone does not wait for loads that are still queued."""
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
+            address = Int32(barrier.toint()) + Int32(last & zero)
+            cute.arch.mbarrier_arrive(cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=8))
 
     def over_keys(self, values: cute.Tensor, lane: Int32, op):
         """[16] of heads 8 j + 2 pc + e, over this lane's keys -> [2] of heads 2 lane, 2 lane + 1, over the warp's 16 keys.
@@ -852,10 +867,44 @@ class SparseDecode:
             total = pair if total is None else tuple(op(a, b) for a, b in zip(total, pair))
         return total
 
-    def store_pair(self, array: cute.Pointer, lane: Int32, pair):
+    def store_pair(self, array: Int32, lane: Int32, pair):
         values = cute.make_rmem_tensor(2, Float32)
         values[0], values[1] = pair[0], pair[1]
-        cute.autovec_copy(values, smem_tensor(Int32(array.toint()) + lane * 8, Float32, 2))
+        cute.autovec_copy(values, smem_tensor(array + lane * 8, Float32, 2))
+
+    def load_pair(self, array: Int32, lane: Int32):
+        values = cute.make_rmem_tensor(2, Float32)
+        cute.autovec_copy(smem_tensor(array + lane * 8, Float32, 2), values)
+        return values
+
+    @cute.jit
+    def raise_maxima(
+        self, shared: Shared, accS: cute.Tensor, top: cute.Tensor, row_sum: cute.Tensor, top_warp: Int32,
+        exchange: Int32, w: Int32, lane: Int32, n: Int32,
+    ):  # fmt: skip
+        """Exact maxima of all heads into `top` and the warp's copy of it; sums and (by way of alpha) O follow."""
+        pc = lane % 4
+        maxima = cute.make_rmem_tensor(16, Float32)
+        for i in cutlass.range_constexpr(16):
+            j, e = i // 2, i % 2
+            maxima[i] = cute.arch.fmax(accS[4 * j + e], accS[4 * j + 2 + e])
+        self.share(self.over_keys(maxima, lane, cute.arch.fmax), exchange, w, lane)
+        cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
+        block_max = self.gather(exchange, lane, cute.arch.fmax)
+        old = self.load_pair(top_warp, lane)
+        new, alpha = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for e in cutlass.range_constexpr(2):
+            new[e] = cute.arch.fmax(old[e], block_max[e])
+            alpha[e] = cute.math.exp2(old[e] - new[e], fastmath=True)
+        cute.arch.sync_warp()  # every lane has read the old ones
+        self.store_pair(top_warp, lane, new)
+        if w == 0:
+            cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)
+            self.store_pair(Int32(shared.alpha.toint()), lane, alpha)
+        for i in cutlass.range_constexpr(16):  # lane 4 j + pc has heads 8 j + 2 pc and the next
+            top[i] = cute.arch.shuffle_sync(new[i % 2], 4 * (i // 2) + pc)
+            row_sum[i] = row_sum[i] * cute.arch.shuffle_sync(alpha[i % 2], 4 * (i // 2) + pc)
+        cute.arch.sync_warp()  # the new ones before the next block's loads
 
     @cute.jit
     def load_q(
@@ -910,7 +959,7 @@ class SparseDecode:
     @cute.jit
     def finish(
         self, params: Params, shared: Shared, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, lane: Int32,
-        row_max: cute.Tensor, total,
+        row_max, total,
     ):  # fmt: skip
         """One warp: lse (natural log, or base 2 for a piece) and the factors that turn the accumulated O into the output.
 
@@ -935,7 +984,7 @@ class SparseDecode:
                     params.lse_partial[Int64(work.slot), s_idx, head] = piece_lse
                 else:
                     params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse_log2 * LN_2)
-        self.store_pair(shared.factor, lane, factor)
+        self.store_pair(Int32(shared.factor.toint()), lane, factor)
 
     # ---- steps of math ----
 
@@ -974,7 +1023,7 @@ class SparseDecode:
                         pair = cute.make_rmem_tensor(2, Float32)
                         for e in cutlass.range_constexpr(2):
                             pair[e] = accO[e + 2 * r + 4 * j] * factor
-                        cute.autovec_copy(pair, gO[None, half * (HALF // 2) + 4 * j + pc])
+                        cute.autovec_copy(pair, gO[None, (1 - half) * (HALF // 2) + 4 * j + pc])
             else:
                 gO = cute.zipped_divide(params.out[Int64(req), s_idx, cutlass.min(head, self.h_q - 1), None], (8,))
                 for group in cutlass.range_constexpr(HALF // 32):
@@ -989,7 +1038,7 @@ class SparseDecode:
                     words = cute.make_rmem_tensor(4, Uint32)
                     words[0], words[1], words[2], words[3] = quad_transpose(pairs, pc)
                     if head < self.h_q:
-                        cute.autovec_copy(cute.recast_tensor(words, BFloat16), gO[None, half * (HALF // 8) + 4 * group + pc])
+                        cute.autovec_copy(cute.recast_tensor(words, BFloat16), gO[None, (1 - half) * (HALF // 8) + 4 * group + pc])
 
 
 SparseDecode.kernel.set_name_prefix("mla_sparse_decode_sm90", remove_cutlass_symbol=True, keep_mangled_name=False)
