@@ -21,6 +21,11 @@ def load_smem_16b(addr: Int32, dtype=Uint32) -> cute.Tensor:
     return r
 
 
+def load_row(addr: Int32, swizzle: Int32) -> list[cute.Tensor]:
+    """A 128-byte row of a swizzled tile, its 8 chunks of 16 bytes in order; swizzle: the row's number % 8."""
+    return [load_smem_16b(addr + ((c ^ swizzle) * 16)) for c in range(8)]
+
+
 def store_smem_16b(addr: Int32, r: cute.Tensor) -> None:
     """Registers [4] of a 32-bit type to 16 bytes of shared memory (st.shared.v4)."""
     cute.autovec_copy(r, smem_tensor(addr, r.element_type, 4))
@@ -47,10 +52,11 @@ def e4m3_to_fp16(codes: cute.Tensor, scale: Uint32) -> cute.Tensor:
     return words
 
 
-def bf16_to_fp16(words: cute.Tensor, factor: Float32, out: cute.Tensor) -> None:
-    """Registers of bf16 pairs times a factor -> registers `out` of fp16 pairs; what is too large becomes inf."""
+def bf16_to_fp16(words: cute.Tensor, factor: Float32 | None, out: cute.Tensor) -> None:
+    """Registers of bf16 pairs (times a factor) -> registers `out` of fp16 pairs; what is too large becomes inf."""
+    values = cute.recast_tensor(words, BFloat16).load().to(Float32)
     fp16 = cute.make_rmem_tensor(2 * cute.size(words), Float16)
-    fp16.store((cute.recast_tensor(words, BFloat16).load().to(Float32) * factor).to(Float16))
+    fp16.store((values if factor is None else values * factor).to(Float16))
     pairs = cute.recast_tensor(fp16, Uint32)
     for i in range(cute.size(out)):
         out[i] = pairs[i]

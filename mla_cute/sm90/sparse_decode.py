@@ -69,6 +69,7 @@ from .helpers import (
     barrier_any,
     fp16_pair,
     fragment_row,
+    load_row,
     load_smem_16b,
     mul_bf16x2,
     nan_if_inf,
@@ -116,7 +117,7 @@ class Config:
         v = self.v_slots * self.tile_n * HALF * 2
         p = self.tile_n * TILE_M * 2
         raw = self.tile_n * self.raw_pitch(fmt)
-        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 24 + 8 * (1 + 8 + 8 + self.v_slots + 3)
+        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 56 + 8 * (1 + 8 + 8 + self.v_slots + 3)
         return q + v + p + raw + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -161,10 +162,10 @@ class NamedBarriers(enum.IntEnum):
 class Part(NamedTuple):
     """One partition of the plan: requests begin_req..end_req inclusive.
 
-    The rest of its record is read again once a request, rather than held in registers.
+    The rest of its record is read from shared memory once a request, rather than held in registers.
     """
 
-    index: Int32
+    record: cute.Tensor  # [8] int32
     begin_req: Int32
     end_req: Int32
 
@@ -217,6 +218,7 @@ class Shared(NamedTuple):
     valid: cute.Pointer  # [4] uint32: a bit a record, of the warp's 16
     alpha: cute.Pointer  # [64] fp32: by head, the factor of O before this block
     factor: cute.Pointer  # [64] fp32: by head, the factor of O behind the last block
+    record: cute.Pointer  # [8] int32: the partition's record of the plan
     top: cute.Pointer  # [4, 64] fp32: the maxima in use by head, a copy for each convert warp
     is_raised: cute.Pointer  # uint32: alpha holds something
     exchange: cute.Pointer  # [2, 4, 64] fp32: a block's maxima, or a request's sums, by warp and head
@@ -305,6 +307,7 @@ class SparseDecode:
             p_full: cute.struct.MemRange[Int64, 2]
             p_empty: cute.struct.MemRange[Int64, 1]
             valid: cute.struct.MemRange[Uint32, 4]
+            record: cute.struct.MemRange[Int32, 8]
 
         self.Smem = Smem
         # Scratch: the pieces' O, behind them their lse. One part alone splits nothing and needs none.
@@ -356,7 +359,7 @@ class SparseDecode:
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0, 2])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
             storage.raw.data_ptr(), storage.valid.data_ptr(), storage.alpha.data_ptr(), storage.factor.data_ptr(),
-            storage.top.data_ptr(), storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
+            storage.record.data_ptr(), storage.top.data_ptr(), storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
         )  # fmt: skip
 
         if warp_idx == 0:
@@ -371,24 +374,27 @@ class SparseDecode:
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(shared.p_full + i, 4)  # the convert warps
                 cute.arch.mbarrier_init(shared.p_empty, 8)  # the math warps
+        if tid < 8:
+            cute.make_tensor(shared.record, 8)[tid] = params.metadata[part_idx, tid]
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if wg < 2:
             set_registers(self.config.registers[0])
-            self.math(params, part_idx, s_idx, head_tile, tid % WARPGROUP, wg, mma_pv, shared)
+            self.math(params, s_idx, head_tile, tid % WARPGROUP, wg, mma_pv, shared)
         else:
             set_registers(self.config.registers[1])
-            self.convert(params, part_idx, s_idx, head_tile, tid % WARPGROUP, mma_qk, mma_rope, tma_q, tma_mQ, shared)
+            self.convert(params, s_idx, head_tile, tid % WARPGROUP, mma_qk, mma_rope, tma_q, tma_mQ, shared)
         # Lets combine's CTAs be set up while the last ones here still run; it waits for the whole grid before it reads.
         cute.arch.griddepcontrol_launch_dependents()
 
     # ---- the plan: the only place that turns plan and lengths into block ranges ----
 
     @cute.jit
-    def load_part(self, metadata: cute.Tensor, index: Int32) -> Part:
-        """Record `index` of the plan. Idle partitions have begin_req > end_req: every loop is empty."""
-        return Part(index, metadata[index, 0], metadata[index, 1])
+    def load_part(self, shared: Shared) -> Part:
+        """The partition's requests. Idle partitions have begin_req > end_req: every loop is empty."""
+        record = cute.make_tensor(shared.record, 8)
+        return Part(record, record[0], record[1])
 
     @cute.jit
     def work_range(self, params: Params, part: Part, req: Int32) -> Work:
@@ -403,7 +409,7 @@ class SparseDecode:
             if const_expr(params.extra_topk_length is not None):
                 extra_length = cutlass.max(cutlass.min(params.extra_topk_length[req], extra_length), 0)
             num_blocks += (extra_length + self.tile_n - 1) // self.tile_n
-        record = params.metadata[part.index, None]
+        record = part.record
         begin_block, end_block, partial_slot = record[2], record[3], record[7]
         begin_is_split, end_is_split = record[5] != 0, record[6] != 0
         is_begin, is_end = req == part.begin_req, req == part.end_req
@@ -429,7 +435,7 @@ class SparseDecode:
 
     @cute.jit
     def math(
-        self, params: Params, part_idx: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
+        self, params: Params, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
         mma_pv: cute.TiledMma, shared: Shared,
     ):  # fmt: skip
         """Warpgroup `half` of two: columns 256 half.. of O. Its warp w also gathers half of the records of convert's warp w.
@@ -445,7 +451,7 @@ class SparseDecode:
         sAlpha = cute.make_tensor(shared.alpha, TILE_M)
         sFactor = cute.make_tensor(shared.factor, TILE_M)
 
-        part = self.load_part(params.metadata, part_idx)
+        part = self.load_part(shared)
         req, block, last = part.begin_req, Int32(0), Int32(0)
         if req <= part.end_req:
             work = self.work_range(params, part, req)
@@ -578,6 +584,8 @@ class SparseDecode:
                     for j in cutlass.range(lane, size // 16, 32, unroll=1):
                         store_smem_16b(record + j * 16, zeros)
             cute.arch.fence_proxy("async.shared", space="cta")  # zeros before a later fill's copy into the slot
+        if (mask >> lane) & 1 == 1:
+            bulk_copy_to_smem(first + slot * self.raw_pitch + start, src + start, size, Int32(full.toint()))
         if const_expr(self.fmt.scale_bytes == 1):
             if (lane < 16) & (piece == 0):
                 scales = cute.make_rmem_tensor(2, Uint32)
@@ -588,12 +596,10 @@ class SparseDecode:
             if piece == 0:
                 cute.make_tensor(shared.valid, 4)[w] = mask
             cute.arch.mbarrier_arrive_and_expect_tx(full, Int32(cute.arch.popc(mask)) * size)
-        if (mask >> lane) & 1 == 1:
-            bulk_copy_to_smem(first + slot * self.raw_pitch + start, src + start, size, Int32(full.toint()))
 
     @cute.jit
     def convert(
-        self, params: Params, part_idx: Int32, s_idx: Int32, head_tile: Int32, t: Int32, mma_qk: cute.TiledMma,
+        self, params: Params, s_idx: Int32, head_tile: Int32, t: Int32, mma_qk: cute.TiledMma,
         mma_rope: cute.TiledMma, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor, shared: Shared,
     ):  # fmt: skip
         """K in bf16: into registers for S^T = K Q^T, into shared memory as V; softmax over keys; lse.
@@ -618,7 +624,7 @@ class SparseDecode:
         row_sum = cute.make_rmem_tensor(16, Float32)  # of heads 8 j + 2 pc + e at 2 j + e, over this lane's keys
         alpha = cute.make_rmem_tensor(2, Float32)
 
-        part = self.load_part(params.metadata, part_idx)
+        part = self.load_part(shared)
         if part.begin_req <= part.end_req:
             self.load_q(part.begin_req, s_idx, head_tile, w, tma_q, tma_mQ, shared)
         zero = Uint32(params.metadata.shape[0]) >> 31
@@ -631,7 +637,7 @@ class SparseDecode:
             row_sum.fill(0.0)
             cute.arch.mbarrier_wait(shared.q_full, q_phase)
             q_phase ^= 1
-            self.permute_q(shared, t)
+            self.convert_q(shared, t)
             for block in cutlass.range(first_block, last_block, unroll=1):
                 cute.arch.mbarrier_wait(shared.raw_full + w, n & 1)
                 valid = cute.make_tensor(shared.valid, 4)[w]
@@ -775,7 +781,7 @@ class SparseDecode:
     def load_scales(self, record: Int32, rope: list[cute.Tensor]):
         """Scales of a key's quantisation tiles over 2 ** (exponent - 127), each as a pair of fp16; and that exponent.
 
-        The exponent is chosen so that no value of V leaves fp16's range: 448 * scale / 2 ** (exponent - 127) < 57344.
+        The exponent is chosen so that no value of V leaves fp16's range: 448 * scale / 2 ** (exponent - 127) < 7168.
         """
         words = cute.make_rmem_tensor(4 if self.fmt.scale_bytes == 4 else 2, Uint32)
         address = record + (self.fmt.scale_offset if self.fmt.scale_bytes == 4 else self.fmt.row_bytes)
@@ -788,14 +794,8 @@ class SparseDecode:
         for field in fields:
             top = cutlass.max(top, field)
         if self.num_tiles == self.v_tiles:  # rope is part of V: its values must stay below 65504 too
-            largest = Uint32(0)
-            for half in rope:
-                for i in range(4):
-                    largest = cutlass.max(largest, cutlass.max(half[i] & 0x7FFF0000, (half[i] << 16) & 0x7FFF0000))
-            for offset in (1, 2):
-                largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
-            top = cutlass.max(top, (largest >> 23) - cutlass.min(largest >> 23, Uint32(9)))
-        exponent = top - 6
+            top = self.cover_rope(top, [half[i] for half in rope for i in range(4)])
+        exponent = top - 3
         scales = []
         for i, field in enumerate(fields):
             if self.fmt.scale_bytes == 4:
@@ -805,6 +805,22 @@ class SparseDecode:
                 ratio = Uint32(cutlass.select_(field == 255, Uint32(0x7FC00000), bits)).bitcast(Float32)
             scales.append(fp16_pair(ratio))
         return scales, exponent
+
+    @cute.jit
+    def cover_rope(self, top: Uint32, words: list) -> Uint32:
+        """The least top so that rope / 2 ** (top - 3 - 127) stays below 2 ** 16: a bound first, the maximum where it fails."""
+        every = Uint32(0)
+        for word in words:
+            every = every | word
+        bound = ((every | (every << 16)) >> 23) & 255  # an exponent at least as large as each of them
+        if cute.arch.vote_any_sync(bound > top + 12):
+            largest = Uint32(0)
+            for word in words:
+                largest = cutlass.max(largest, cutlass.max(word & 0x7FFF0000, (word << 16) & 0x7FFF0000))
+            for offset in (1, 2):
+                largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
+            top = cutlass.max(top, (largest >> 23) - cutlass.min(largest >> 23, Uint32(12)))
+        return top
 
     def to_fp16(self, codes: list[cute.Tensor], scales: list, exponent: Uint32, tile: int) -> cute.Tensor:
         """Registers [8] of fp16 pairs, over 2 ** (exponent - 127), from what `load_codes` returns."""
@@ -922,38 +938,48 @@ class SparseDecode:
             cute.copy(tma_q, tQgQ, tQsQ, tma_bar_ptr=shared.q_full)
 
     @cute.jit
-    def permute_q(self, shared: Shared, t: Int32):
-        """Reorders the columns of each tile of Q as K's lie in its registers: a thread does whole rows of a tile, in place."""
-        row = t % TILE_M
+    def convert_q(self, shared: Shared, t: Int32):
+        """Q / Q_SCALE in fp16 (V32's rope stays bf16), columns in the order of K's in its registers: a thread does whole rows
+        of a tile, in place."""
+        row, swizzle = t % TILE_M, t & 7
         base = Int32(shared.sQ.iterator.toint()) + row * 128
         nope_tiles = self.fmt.d_nope // SW128_COLUMNS
-        for i in cutlass.range_constexpr((nope_tiles + 1) // 2):
-            tile = 2 * i + t // TILE_M
-            if tile < nope_tiles:
-                self.permute_row(base + tile * (TILE_M * 128), row & 7, False)
-        if t // TILE_M == nope_tiles % 2:  # the threads that had a tile less
-            self.permute_row(base + nope_tiles * (TILE_M * 128), row & 7, True)
+        rounds = nope_tiles // 2
+        tiles = [base + (2 * i + t // TILE_M) * (TILE_M * 128) for i in range(rounds)]
+        ahead = load_row(tiles[0], swizzle)
+        for i in cutlass.range_constexpr(rounds):
+            chunks = ahead
+            if const_expr(i + 1 < rounds):  # loaded before this one is stored, to cover the latency
+                ahead = load_row(tiles[i + 1], swizzle)
+            self.store_q(tiles[i], swizzle, chunks, False)
+        rest = base + (2 * rounds + t // TILE_M) * (TILE_M * 128)
+        if const_expr(nope_tiles % 2 == 1):  # MODEL1: tile 6 and rope
+            if t < TILE_M:
+                self.store_q(rest, swizzle, load_row(rest, swizzle), False)
+            else:
+                self.store_q(rest, swizzle, load_row(rest, swizzle), True)
+        else:  # V32: rope
+            if t < TILE_M:
+                self.store_q(rest, swizzle, load_row(rest, swizzle), True)
         cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
         cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
 
-    def permute_row(self, row: Int32, swizzle: Int32, is_rope: bool):
-        """64 columns: position 16 s + 8 h + 2 j + e gets column 16 j + 4 s + 2 h + e; of rope 32 (s / 2) + 8 j + 4 (s % 2) + 2 h + e.
+    def store_q(self, row: Int32, swizzle: Int32, chunks: list[cute.Tensor], is_rope: bool):
+        """64 columns: position 16 s + 8 h + 2 j + e gets column 16 j + 4 s + 2 h + e; of rope column
+        32 (s / 2) + 8 j + 4 (s % 2) + 2 h + e.
 
-        That is the order in which lane pc = j holds its 16 columns as k-steps s of the MMA.
+        That is the order in which lane pc = j holds its 16 columns of K as k-steps s of the MMA.
         """
-        chunks = [load_smem_16b(row + ((c ^ swizzle) * 16)) for c in range(8)]  # of 8 columns
         for s in range(4):
             for h in (0, 1):
                 words = cute.make_rmem_tensor(4, Uint32)  # pairs of columns
                 for j in range(4):
                     chunk = 4 * (s // 2) + j if is_rope else 2 * j + s // 2
-                    words[j] = chunks[chunk][2 * (s % 2) + h]
-                for j in range(4):
-                    words[j] = mul_bf16x2(words[j], Uint32(Q_SCALE_INVERSE))
+                    words[j] = mul_bf16x2(chunks[chunk][2 * (s % 2) + h], Uint32(Q_SCALE_INVERSE))
                 if not is_rope or self.num_tiles == self.v_tiles:
-                    bf16_to_fp16(words, Float32(1), words)
+                    bf16_to_fp16(words, None, words)
                     for j in range(4):
-                        words[j] = nan_if_inf(words[j])
+                        words[j] = nan_if_inf(words[j])  # so that what fp16 cannot hold is seen in the result
                 store_smem_16b(row + (((2 * s + h) ^ swizzle) * 16), words)
 
     @cute.jit
