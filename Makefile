@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo test lint compile emulate gpu bench clean
+.PHONY: demo test lint compile emulate gpu grid bench clean
 
 demo: .venv/.ready  ## the main job: on the GPU if there is one, else on the CPU
 	$(PY) examples/sparse_decode.py
@@ -21,6 +21,9 @@ emulate: .venv/.ready  ## the kernels, run on the CPU from their PTX
 
 gpu: .venv/.ready  ## the kernels' numbers; needs a Hopper GPU
 	$(PY) -m pytest -q -m gpu
+
+grid: .venv/.ready  ## FlashMLA's whole grid of cases; needs a Hopper GPU
+	$(PY) -m pytest -q -m grid tests/test_grid.py
 
 bench: .venv/.ready  ## needs a Hopper GPU
 	$(PY) -m mla_cute.bench sparse_decode

@@ -1,16 +1,19 @@
 """New tokens into a paged FP8 cache, in place: what a serving engine does each step and layer before it attends.
 
-CUDA tensors take one kernel (`cache_writer_kernel`), CPU tensors plain torch; the bytes are those of `quantize_kv_cache`.
+CUDA tensors take one kernel (`cache_writer_kernel`), CPU tensors plain torch; the bytes are those of `quantize_kv_cache`,
+which takes the same kernel for a whole cache.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from .kv_cache import CACHE_DTYPES, FORMATS, KVFormat, check_format, planes, quantize_kv_cache
-from .target import target
+from .kv_cache import CACHE_DTYPES, FORMATS, KVFormat, check_format, new_cache, planes, quantize_by_torch
+from .target import Target, is_traced, target
 from .validate import ALIGN, INT32_MAX, check_dense, check_writable, num_bytes_of
 
 MAX_TOKENS = 2**30  # of a call: the kernel counts them in 32 bits
@@ -45,10 +48,16 @@ def write_kv_cache(
     The record is bit for bit that of `quantize_kv_cache` on the CPU, NaN and Inf included, and of MODEL1's scales the
     padding byte is written 0. Work is queued on torch's current stream of the tensors' device; nothing is allocated, and
     the call may be captured in a CUDA graph after a first call outside one, which compiles: latent, rope and slots are read
-    anew at every replay. There is no backward.
+    anew at every replay. In torch.compile and torch.export it is an op that writes kv_cache in place. There is no backward.
 
     Raises ValueError or TypeError naming the argument, what is needed and what came, before anything is written.
     """
+    if is_dynamo_compiling() or is_traced(kv_cache):  # an op of a graph
+        from . import torch_ops
+
+        return torch_ops.write_kv_cache(
+            kv_cache, latent, rope, slots, kv_format=kv_format, scales=scales, backend=backend
+        )
     passed = _check(kv_cache, latent, rope, slots, kv_format, scales)
     if passed.is_empty:
         return
@@ -56,9 +65,37 @@ def write_kv_cache(
     if where.arch == "cpu":
         _write_by_torch(kv_cache, latent, rope, slots, FORMATS[passed.kv_format], scales)
         return
+    _write_by_kernel(kv_cache, latent, rope, slots, passed.kv_format, scales, where)
+
+
+def has_kernel(arch: str) -> bool:
+    """Hopper and later: what came before has no architecture by the name that `jit.arch_of` gives it."""
+    found = re.fullmatch(r"sm_(\d+)a", arch)
+    return found is not None and int(found[1]) >= 90
+
+
+def write_all(kv_cache: torch.Tensor, kv: torch.Tensor, fmt: KVFormat, scales: str, where: Target) -> None:
+    """The records of kv bf16 [num_blocks, page, 1, d_qk] into the whole of kv_cache; as `quantize_kv_cache` checks them."""
+    if not kv.numel():
+        return
+    num_blocks, page = kv.shape[:2]
+    if num_blocks * page > MAX_TOKENS:
+        _no("kv", f"must have at most {MAX_TOKENS} tokens", f"{num_blocks} * {page} = {num_blocks * page}")
+    if kv_cache.data_ptr() % ALIGN or (num_blocks > 1 and kv_cache.stride(0) % ALIGN):
+        aligned = new_cache(num_blocks, page, fmt, kv.device)
+        write_all(aligned, kv, fmt, scales, where)
+        kv_cache.view(torch.uint8).copy_(aligned)
+        return
+    rows = kv.detach().reshape(-1, fmt.d_qk)  # a view, if the distance is the same between all rows
+    if rows.stride(1) != 1 or rows.data_ptr() % ALIGN or (len(rows) > 1 and 2 * rows.stride(0) % ALIGN):
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    _write_by_kernel(kv_cache, rows[:, : fmt.d_nope], rows[:, fmt.d_nope :], None, fmt.name, scales, where)
+
+
+def _write_by_kernel(kv_cache, latent, rope, slots, kv_format: str, scales: str, where: Target) -> None:
     from . import cache_writer_kernel as module  # the DSL is imported when a kernel is needed
 
-    problem = module.WriteProblem(passed.kv_format, scales, slots.element_size())
+    problem = module.WriteProblem(kv_format, scales, 0 if slots is None else slots.element_size())
     kernel = where.load(module, problem, module.default_config(problem), where.arch)
     kernel(kv_cache if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8), latent, rope, slots)
 
@@ -68,7 +105,8 @@ def _write_by_torch(kv_cache, latent, rope, slots, fmt: KVFormat, scales: str) -
     valid = (slots >= 0) & (slots < num_blocks * page)
     slots = slots[valid].long()
     keys = torch.cat([latent[valid], rope[valid]], dim=-1)[:, None, None]  # as pages of one token
-    records = quantize_kv_cache(keys, kv_format=fmt, scales=scales)
+    records = new_cache(len(keys), 1, fmt, keys.device)
+    quantize_by_torch(keys, fmt, scales, records)
     for old, new in zip(planes(kv_cache, fmt), planes(records, fmt)):  # codes, scales, RoPE
         old[slots // page, slots % page] = new[:, 0]
 
@@ -97,7 +135,7 @@ def _check(kv_cache, latent, rope, slots, kv_format, scales) -> _Passed:
     except (AttributeError, TypeError, RuntimeError):
         key = passed = None  # something is no tensor, or has no strides: the checks say what
     if passed is None:
-        passed = _check_metadata(kv_cache, latent, rope, slots, kv_format, scales)
+        passed = check_metadata(kv_cache, latent, rope, slots, kv_format, scales)
         if len(_passed) >= _MEMO_ENTRIES:
             _passed.clear()
         if key is not None:
@@ -113,15 +151,20 @@ def _check(kv_cache, latent, rope, slots, kv_format, scales) -> _Passed:
         if addresses[i] < last and first < addresses[i] + passed.num_bytes[i]:
             got = " and ".join(f"{passed.num_bytes[j]} bytes at {addresses[j]:#x}" for j in (i, 0))
             _no(_NAMES[i], "must not overlap kv_cache from first to last byte", got)
+    check_no_grad(tensors)
+    return passed
+
+
+def check_no_grad(tensors: tuple[torch.Tensor, ...]) -> None:
+    """Of kv_cache, latent, rope and slots."""
     if torch.is_grad_enabled():
         for name, t in zip(_NAMES, tensors):
             if t.requires_grad:
                 needed = "must not require grad: write_kv_cache has no backward, call it under torch.no_grad() or pass "
                 _no(name, f"{needed}{name}.detach()", "requires_grad=True")
-    return passed
 
 
-def _check_metadata(kv_cache: Any, latent: Any, rope: Any, slots: Any, kv_format: Any, scales: Any) -> _Passed:
+def check_metadata(kv_cache: Any, latent: Any, rope: Any, slots: Any, kv_format: Any, scales: Any) -> _Passed:
     # kv_cache [num_blocks, page_block_size, 1, bytes_per_token]
     check_dense("kv_cache", kv_cache)
     _is_one_of("kv_cache", kv_cache, CACHE_DTYPES)
@@ -130,7 +173,7 @@ def _check_metadata(kv_cache: Any, latent: Any, rope: Any, slots: Any, kv_format
     shape = list(kv_cache.shape)
     if len(shape) != 4 or shape[1] < 1 or shape[2] != 1:
         _no("kv_cache", f"must be [num_blocks, page_block_size >= 1, 1, {known}]", shape)
-    fmt = formats.get(shape[3])
+    fmt = formats.get(int(shape[3]))  # torch.compile has symbols, which do not hash
     if fmt is None:
         _no("kv_cache", f"last dim must be the bytes of a token, {known}", shape[3])
     if kv_format is not None:

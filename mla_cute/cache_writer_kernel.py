@@ -1,13 +1,13 @@
-"""The device kernel behind `cache_writer.write_kv_cache`: new tokens in bf16 become records of a paged FP8 cache, in place.
+"""The device kernel behind `write_kv_cache` and `quantize_kv_cache`: tokens in bf16 become records of a paged FP8 cache.
 
 A warp takes `tokens_in_flight` tokens at once, and all of their loads are under way before the first is looked at. Lane l
 holds the NoPE values 16 l ... 16 l + 15 of each, 32 bytes, so that its codes are one store of 16 bytes; V32 has 32 such
 lanes a token, MODEL1 28. One more load and store of 8 lanes carries the RoPE. Nothing goes through shared memory.
 
-    slots[token]   the record's address                         negative, or past the cache: no stores
+    slots[token]   the record's address; without slots: token   negative, or past the cache: no stores
     latent, rope   3 loads of 16 bytes a lane and token         also of skipped tokens: the slot is still on its way
     |x|            max over 16 values, then over the tile's lanes (shuffles)
-    scale, codes   as `kv_cache.quantize_kv_cache`, bit for bit
+    scale, codes   as `kv_cache.quantize_by_torch`, bit for bit
     record         1 store of 16 bytes a lane, the RoPE, the scales
 
 The time is that of the bytes, d_qk * 2 read and bytes_per_token written a token.
@@ -39,7 +39,11 @@ class WriteProblem:
 
     kv_format: str  # a key of kv_cache.FORMATS
     scales: str  # "pow2" or "amax"
-    slot_bytes: int  # 4 or 8
+    slot_bytes: int  # 4 or 8; 0: no slots, token i goes into slot i
+
+    @property
+    def op(self) -> str:
+        return "write_kv_cache" if self.slot_bytes else "quantize_kv_cache"
 
 
 @dataclass(frozen=True)
@@ -77,24 +81,24 @@ class CacheWriter:
         kv_cache: cute.Tensor,  # [num_blocks, page_block_size, 1, bytes_per_token] bytes; only stride 0 is looked at
         latent: cute.Tensor,  # [n, d_nope] bf16
         rope: cute.Tensor,  # [n, d_rope] bf16
-        slots: cute.Tensor,  # [n] int32 or int64
+        slots: cute.Tensor | None,  # [n] int32 or int64
         stream,
     ):
         tokens_per_cta = self.threads // 32 * self.tokens
         self.kernel(kv_cache, latent, rope, slots).launch(
-            grid=[(slots.shape[0] + tokens_per_cta - 1) // tokens_per_cta, 1, 1],
+            grid=[(latent.shape[0] + tokens_per_cta - 1) // tokens_per_cta, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=1,  # else ptxas saves registers and puts half of the loads behind the uses of others
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, kv_cache: cute.Tensor, latent: cute.Tensor, rope: cute.Tensor, slots: cute.Tensor):
+    def kernel(self, kv_cache: cute.Tensor, latent: cute.Tensor, rope: cute.Tensor, slots: cute.Tensor | None):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         first = (cta * (self.threads // 32) + tid // 32) * self.tokens
-        n = slots.shape[0]
+        n = latent.shape[0]
 
         # Loads have no branches: behind the last token its row is read again, lanes without values of their own read
         # those of others, from lines that the warp reads anyway.
@@ -104,7 +108,7 @@ class CacheWriter:
         r_rope = cute.make_rmem_tensor((VECTOR, self.tokens), BFloat16)
         for u in cutlass.range_constexpr(self.tokens):
             row = Int64(min(first + u, n - 1))
-            r_slot[u] = Int64(slots[row])
+            r_slot[u] = row if const_expr(slots is None) else Int64(slots[row])
             at = latent.iterator.toint() + row * (latent.stride[0] * 2) + latent_lane * (2 * VALUES)
             for i in cutlass.range_constexpr(VALUES // VECTOR):
                 cute.autovec_copy(gmem(BFloat16, at + i * 16, VECTOR), r_nope[None, i, u])
@@ -242,7 +246,10 @@ CacheWriter.kernel.set_name_prefix("mla_write_kv_cache", remove_cutlass_symbol=T
 
 
 def compile(problem: WriteProblem, config: Config, arch: str):
-    """The compiled writer; takes (kv_cache, latent, rope, slots) as in `CacheWriter.__call__`, the cache as uint8."""
+    """The compiled writer; takes (kv_cache, latent, rope, slots) as in `CacheWriter.__call__`, the cache as uint8.
+
+    Where the problem has no slots, n must be the tokens of the cache.
+    """
     config.check()
     fmt = FORMATS[problem.kv_format]
     sym, sym64 = cute.sym_int, cute.sym_int64
@@ -251,6 +258,10 @@ def compile(problem: WriteProblem, config: Config, arch: str):
     def rows(width):
         return jit.fake_tensor(BFloat16, (n, width), stride=(sym64(divisibility=8), 1), align=16)
 
+    slots = None
+    if problem.slot_bytes:
+        dtype = Int32 if problem.slot_bytes == 4 else Int64
+        slots = jit.fake_tensor(dtype, (n,), stride=(sym64(),), align=problem.slot_bytes)
     return jit.build(
         CacheWriter(problem, config),
         jit.fake_tensor(
@@ -261,8 +272,8 @@ def compile(problem: WriteProblem, config: Config, arch: str):
         ),
         rows(fmt.d_nope),
         rows(fmt.d_rope),
-        jit.fake_tensor(Int32 if problem.slot_bytes == 4 else Int64, (n,), stride=(sym64(),), align=problem.slot_bytes),
+        slots,
         jit.fake_stream(),
         arch=arch,
-        name="write_kv_cache",
+        name=problem.op,
     )

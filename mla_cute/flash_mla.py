@@ -3,25 +3,47 @@
     from mla_cute.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
 This version has sparse decode on the FP8 caches V32 and MODEL1. Unlike FlashMLA it takes any number of heads from 1 to
-128, any topk, and topk_length and extra keys for both. Dense decode and sparse prefill raise NotImplementedError.
+128, any topk, an empty batch, CPU tensors, and topk_length and extra keys for both formats. Dense decode, sparse prefill
+and dense MHA raise NotImplementedError.
 
-Where FlashMLA asserts, this raises AssertionError too; what its native code rejects is ValueError, TypeError or
-NotImplementedError here, as everywhere in mla_cute (where k_cache is called kv_cache, extra_k_cache extra_kv_cache and
-extra_indices_in_kvcache extra_indices).
+Errors are of FlashMLA's types: AssertionError where its Python code asserts, RuntimeError where its native code checks.
+The latter are ValueError or TypeError, too, as everywhere in mla_cute; messages name the arguments of this module.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import re
+from dataclasses import dataclass, fields
 from typing import NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .interface import sparse_decode
 from .schedule import DecodePlan, plan_decode
+from .target import is_traced
 from .validate import D_QK, D_V, INT32_MAX, MAX_HEADS, MAX_S_Q, check_dense, check_sparse_decode
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+]
+
+NOT_CAUSAL = "causal: must be False when indices is given (sparse attention), got True"
+KV_FORMATS = {"V32": 656, "V4": 584}  # SGLang's names of the formats that are here: bytes a token
+
+
+class NativeValueError(ValueError, RuntimeError):
+    """A check that FlashMLA makes in native code, where every failure is a RuntimeError."""
+
+
+class NativeTypeError(TypeError, RuntimeError):
+    """The same, of a type or dtype."""
 
 
 @dataclass
@@ -29,7 +51,9 @@ class FlashMLASchedMeta:
     """The plan of one decode step: made by the first `flash_mla_with_kvcache` that gets it, used by the later ones.
 
     Reuse it (one step's layers) as long as shapes, flags and the values of topk_length and extra_topk_length stay the
-    same; the values are not compared. Setting `tile_scheduler_metadata` to None makes the next call plan again.
+    same; the values are not compared. A call that has lengths where the first had none, or none where it had some, is
+    planned for itself (one small launch); the object keeps its plan. Setting `tile_scheduler_metadata` to None makes the
+    next call plan again.
     """
 
     @dataclass
@@ -51,9 +75,10 @@ class FlashMLASchedMeta:
     config: Config | None = None
     tile_scheduler_metadata: torch.Tensor | None = None  # [P, 8] int32
     num_splits: torch.Tensor | None = None  # [b + 1] int32
-    _plan: DecodePlan | None = field(default=None, repr=False, compare=False)  # whose tensors these two are
 
-    def _plan_in_use(self) -> DecodePlan | None:
+    _plan = None  # the DecodePlan whose tensors these two are; no field, the fields are FlashMLA's
+
+    def _kept_plan(self) -> DecodePlan | None:
         if self.tile_scheduler_metadata is None:
             return None
         plan = self._plan
@@ -63,6 +88,9 @@ class FlashMLASchedMeta:
                 "got others; set tile_scheduler_metadata to None to plan again"
             )
         return plan
+
+    def _keep(self, plan: DecodePlan) -> None:
+        self.tile_scheduler_metadata, self.num_splits, self._plan = plan.metadata, plan.num_splits, plan
 
 
 def get_mla_metadata(
@@ -81,13 +109,23 @@ def get_mla_metadata(
     2026, which ignores whatever arguments it gets. The first `flash_mla_with_kvcache` fills it.
 
     Called for sparse attention as in 2025, with cache_seqlens [b] int32 (only its size and device matter),
-    num_q_tokens_per_head_k = s_q * h_q / h_k, num_heads_k = 1, num_heads_q, is_fp8_kvcache=True and topk: the plan as
-    two int32 tensors, metadata [P, 8] and num_splits [b + 1].
+    num_q_tokens_per_head_k = s_q * h_q / h_k, num_heads_k = 1, num_heads_q, is_fp8_kvcache=True and topk: a plan as two
+    int32 tensors, metadata [P, 8] and num_splits [b + 1], with P = max(SMs / 2 / s_q, 1) for any number of heads, as
+    FlashMLA had it on Hopper: clients size buffers by that, and copy the tensors into them.
 
-    Raises TypeError or ValueError, naming the argument, for sparse arguments that describe no call.
+    Raises TypeError or ValueError (RuntimeErrors both), naming the argument, for sparse arguments that describe no call.
     """
     if topk is None:
         return FlashMLASchedMeta(), None
+    try:
+        return _plan_tensors(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk)
+    except (ValueError, TypeError) as e:
+        raise _native(e) from None
+
+
+def _plan_tensors(
+    cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk
+) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(cache_seqlens, torch.Tensor) or cache_seqlens.dim() != 1:
         _no("cache_seqlens", "must be a tensor [b]", getattr(cache_seqlens, "shape", cache_seqlens), TypeError)
     _is_bool("is_fp8_kvcache", is_fp8_kvcache)
@@ -104,19 +142,15 @@ def get_mla_metadata(
             _no(name, f"must be 1{f' to {most}' * (most > 1)} for sparse attention (topk given)", value)
     if num_q_tokens_per_head_k % num_heads_q:
         _no("num_q_tokens_per_head_k", f"must be s_q * num_heads_q ({num_heads_q})", num_q_tokens_per_head_k)
-    # The plan depends on shapes alone here: tensors of those shapes over one element's worth of memory.
     b, s_q = cache_seqlens.shape[0], num_q_tokens_per_head_k // num_heads_q
     if s_q > MAX_S_Q:
-        _no(
-            "num_q_tokens_per_head_k",
-            f"must be at most {MAX_S_Q} * num_heads_q ({num_heads_q})",
-            num_q_tokens_per_head_k,
-        )
-    q = torch.empty((1, 1, 1, D_QK), dtype=torch.bfloat16, device=cache_seqlens.device).expand(
-        b, s_q, num_heads_q, D_QK
-    )
+        needed = f"must be at most {MAX_S_Q} * num_heads_q ({num_heads_q})"
+        _no("num_q_tokens_per_head_k", needed, num_q_tokens_per_head_k)
+    # The plan depends on shapes alone here: tensors of those shapes over one element's worth of memory. That of 128 heads
+    # has FlashMLA's number of rows; ours for 64 and fewer has twice as many and would not fit into clients' buffers.
+    q = torch.empty((1, 1, 1, D_QK), dtype=torch.bfloat16, device=cache_seqlens.device)
     indices = torch.empty((1, 1, topk), dtype=torch.int32, device=cache_seqlens.device).expand(b, s_q, topk)
-    plan = plan_decode(q, indices)
+    plan = plan_decode(q.expand(b, s_q, MAX_HEADS, D_QK), indices)
     return plan.metadata, plan.num_splits
 
 
@@ -138,6 +172,8 @@ def flash_mla_with_kvcache(
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    *,
+    kv_format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """MLA decode with a paged cache; sparse (indices given) on a V32 or MODEL1 FP8 cache.
 
@@ -146,84 +182,65 @@ def flash_mla_with_kvcache(
             int32, topk_length [b] int32, attn_sink [h_q] fp32, softmax_scale (default d_qk ** -0.5), out [b, s_q, h_q,
             512], extra_k_cache, extra_indices_in_kvcache [b, s_q, extra_topk] int32, extra_topk_length [b] int32: as in
             `mla_cute.sparse_decode`. The cache's last dim says which format it is.
-        block_table, cache_seqlens: of dense attention; ignored, None is fine.
+        block_table, cache_seqlens: of dense attention; ignored, whatever they are.
         head_dim_v: 512. causal: False. is_fp8_kvcache: True.
         tile_scheduler_metadata, num_splits: what `get_mla_metadata` returned. A `FlashMLASchedMeta` (num_splits None)
-            is planned once and reused. A pair of tensors may be a copy in larger buffers; since nothing ties their
-            contents to this call, they are checked for kind and size only and each call plans anew (one small launch).
+            is planned once and reused. A pair of tensors, [P, 8] and [b + 1] or larger, may be a copy in buffers of the
+            client's: nothing ties contents to this call, so they are not read and each call plans anew (one small launch).
+        out, kv_format: as in the forks of vLLM and SGLang: where to write; "V32" or "V4" (MODEL1) to have k_cache checked.
 
-    Returns: out [b, s_q, h_q, 512] bf16, and lse [b, h_q, s_q] fp32, natural log, +inf where nothing is attended: a
-        transposed view, not contiguous.
+    Returns: out [b, s_q, h_q, 512] bf16, contiguous unless `out` was passed, and lse [b, h_q, s_q] fp32, natural log, +inf
+        where nothing is attended: a view with strides (s_q * h_q, 1, h_q).
 
     Raises AssertionError where FlashMLA does: a call that differs from the first one of the same FlashMLASchedMeta, or
-    causal or not is_fp8_kvcache with indices. NotImplementedError for dense attention. Otherwise ValueError or
-    TypeError.
+    causal or not is_fp8_kvcache with indices. NotImplementedError for dense attention. Otherwise `NativeValueError` or
+    `NativeTypeError`, which are RuntimeErrors as in FlashMLA.
     """
-    _has_dims("q", q, 4)
-    _has_dims("k_cache", k_cache, 4)
-    for name, t, dims in (
-        ("indices", indices, 3),
-        ("extra_k_cache", extra_k_cache, 4),
-        ("extra_indices_in_kvcache", extra_indices_in_kvcache, 3),
-    ):
-        if t is not None:
-            _has_dims(name, t, dims)
-    _is_bool("causal", causal)
-    _is_bool("is_fp8_kvcache", is_fp8_kvcache)
-    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        meta = tile_scheduler_metadata
-        _assert(num_splits is None, "num_splits: must be None beside a FlashMLASchedMeta, got a value")
-        _assert(
-            meta.have_initialized or indices is None or not causal,
-            "causal: must be False when indices is given (sparse attention), got True",
-        )
-        config = FlashMLASchedMeta.Config(
-            b=q.shape[0],
-            s_q=q.shape[1],
-            h_q=q.shape[2],
-            page_block_size=k_cache.shape[1],
-            h_k=k_cache.shape[2],
-            causal=causal,
-            is_fp8_kvcache=is_fp8_kvcache,
-            topk=None if indices is None else indices.shape[-1],
-            extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
-            extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
-        )
-        if meta.have_initialized:
-            _assert_same(config, meta.config)
-        else:  # recorded before anything below can fail, as in FlashMLA: a failed first call still binds the object
-            meta.have_initialized, meta.config = True, config
-    else:
+    try:
+        # What FlashMLA's Python code does, in its order.
+        config = _config(q, k_cache, causal, is_fp8_kvcache, indices, extra_k_cache, extra_indices_in_kvcache)
         meta = None
-        _is_plan_like(tile_scheduler_metadata, num_splits, q)
+        if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+            meta = tile_scheduler_metadata
+            _assert(num_splits is None, "num_splits: must be None beside a FlashMLASchedMeta, got a value")
+            if meta.have_initialized:
+                _assert_same(config, meta.config)
+            else:
+                _assert(indices is None or not causal, NOT_CAUSAL)  # binds nothing; whatever else fails does
+                meta.have_initialized, meta.config = True, config
+        else:
+            _is_plan_like(tile_scheduler_metadata, num_splits, q)
+        if indices is None:
+            needed = "needed, got None; this version has sparse decode only, not dense attention"
+            raise NotImplementedError(f"indices: {needed}")
+        _assert(not causal, NOT_CAUSAL)
+        _assert(is_fp8_kvcache, "is_fp8_kvcache: must be True when indices is given (sparse attention), got False")
 
-    if indices is None:
-        raise NotImplementedError("indices: needed, got None; this version has sparse decode only, not dense attention")
-    _assert(not causal, "causal: must be False when indices is given (sparse attention), got True")
-    _assert(is_fp8_kvcache, "is_fp8_kvcache: must be True when indices is given (sparse attention), got False")
-    if head_dim_v != D_V:
-        _no("head_dim_v", f"must be {D_V}", head_dim_v)
-
-    plan_options = {
-        "topk_length": topk_length,
-        "extra_indices": extra_indices_in_kvcache,
-        "extra_topk_length": extra_topk_length,
-    }
-    options = {"softmax_scale": softmax_scale, "attn_sink": attn_sink, "extra_kv_cache": extra_k_cache, "out": out}
-    options |= plan_options
-    if q.shape[0] == 0:
-        out, lse = sparse_decode(q, k_cache, indices, **options)
+        # What its native code does.
+        if head_dim_v != D_V:
+            _no("head_dim_v", f"must be {D_V}", head_dim_v)
+        if kv_format is not None:
+            _is_kv_format(kv_format, k_cache)
+        lengths = {"topk_length": topk_length, "extra_topk_length": extra_topk_length}
+        options = {"softmax_scale": softmax_scale, "attn_sink": attn_sink, "extra_kv_cache": extra_k_cache, "out": out}
+        options |= {"extra_indices": extra_indices_in_kvcache} | lengths
+        if q.shape[0] == 0:
+            out, lse = sparse_decode(q, k_cache, indices, **options)
+            return out, lse.transpose(1, 2)
+        plan = kept = None if meta is None else meta._kept_plan()
+        if kept is None or (kept.has_topk_length, kept.has_extra_topk_length) != (
+            topk_length is not None,
+            extra_topk_length is not None,
+        ):
+            if not (is_dynamo_compiling() or is_traced(q)):  # for a graph, whose ops check their own arguments
+                check_sparse_decode(q, k_cache, indices, **options)  # before the planner is launched
+            plan = plan_decode(q, indices, extra_indices=extra_indices_in_kvcache, **lengths)
+        out, lse = sparse_decode(q, k_cache, indices, plan=plan, **options)
+        if meta is not None and kept is None:
+            meta._keep(plan)
         return out, lse.transpose(1, 2)
-    plan = None if meta is None else meta._plan_in_use()
-    if plan is None:
-        check_sparse_decode(q, k_cache, indices, **options)  # before the planner is launched
-        plan = plan_decode(q, indices, **plan_options)
-        if meta is None and tile_scheduler_metadata.shape[0] < plan.num_parts:
-            _no("tile_scheduler_metadata", f"must have {plan.num_parts} rows or more", tile_scheduler_metadata.shape[0])
-    out, lse = sparse_decode(q, k_cache, indices, plan=plan, **options)
-    if meta is not None:
-        meta.tile_scheduler_metadata, meta.num_splits, meta._plan = plan.metadata, plan.num_splits, plan
-    return out, lse.transpose(1, 2)
+    except (ValueError, TypeError) as e:
+        raise _native(e) from None
 
 
 def flash_mla_sparse_fwd(
@@ -239,8 +256,36 @@ def flash_mla_sparse_fwd(
     raise NotImplementedError("flash_mla_sparse_fwd: this version has no sparse prefill, only sparse decode")
 
 
+def flash_attn_varlen_func(*args: object, **kwargs: object) -> NoReturn:
+    """Dense MHA (in FlashMLA for Blackwell): not in this version, always raises NotImplementedError."""
+    raise NotImplementedError("flash_attn_varlen_func: this version has no dense MHA, only sparse decode")
+
+
+def flash_attn_varlen_qkvpacked_func(*args: object, **kwargs: object) -> NoReturn:
+    """As `flash_attn_varlen_func`."""
+    raise NotImplementedError("flash_attn_varlen_qkvpacked_func: this version has no dense MHA, only sparse decode")
+
+
+def flash_attn_varlen_kvpacked_func(*args: object, **kwargs: object) -> NoReturn:
+    """As `flash_attn_varlen_func`."""
+    raise NotImplementedError("flash_attn_varlen_kvpacked_func: this version has no dense MHA, only sparse decode")
+
+
+# ----- the checks -----------------------------------------------------------------------------------------------------
+
+_OURS = {"kv_cache": "k_cache", "extra_kv_cache": "extra_k_cache", "extra_indices": "extra_indices_in_kvcache"}
+_OURS["plan"] = "tile_scheduler_metadata"
+
+
+def _native(e: ValueError | TypeError) -> RuntimeError:
+    """The error as a RuntimeError, with the names that arguments have here."""
+    text = re.sub(r"^plan(?=:)|\b(extra_)?kv_cache\b|\bextra_indices\b", lambda found: _OURS[found[0]], str(e))
+    error = NativeTypeError(text) if isinstance(e, TypeError) else NativeValueError(text)
+    return error.with_traceback(e.__traceback__)
+
+
 def _is_plan_like(metadata, num_splits, q: torch.Tensor) -> None:
-    """The 2025 form: tensors that could hold a plan for q, in buffers of this size or larger."""
+    """The form of 2025: tensors that could hold a plan for q, in buffers of any size."""
     b = q.shape[0]
     _assert(
         isinstance(metadata, torch.Tensor),
@@ -268,9 +313,11 @@ def _is_plan_like(metadata, num_splits, q: torch.Tensor) -> None:
 def _assert_same(config: FlashMLASchedMeta.Config, recorded: FlashMLASchedMeta.Config) -> None:
     if config == recorded:
         return
-    if not isinstance(recorded, FlashMLASchedMeta.Config):
-        needed = "config of a FlashMLASchedMeta that have_initialized must be that of its first call"
-        _no("tile_scheduler_metadata", needed, recorded)
+    _assert(
+        isinstance(recorded, FlashMLASchedMeta.Config),
+        "tile_scheduler_metadata: config of a FlashMLASchedMeta that have_initialized must be that of its first call, "
+        f"got {recorded}",
+    )
     for f in fields(FlashMLASchedMeta.Config):
         got, needed = getattr(config, f.name), getattr(recorded, f.name)
         _assert(
@@ -278,10 +325,42 @@ def _assert_same(config: FlashMLASchedMeta.Config, recorded: FlashMLASchedMeta.C
         )
 
 
-def _has_dims(name: str, t: torch.Tensor, dims: int) -> None:
-    check_dense(name, t)
-    if t.dim() != dims:
-        _no(name, f"must have {dims} dims", f"shape {list(t.shape)}")
+def _config(q, k_cache, causal, is_fp8_kvcache, indices, extra_k_cache, extra_indices) -> FlashMLASchedMeta.Config:
+    """Of tensors with dims enough for it; whether they have too many or too few is a check of the native part."""
+    for name, t, least, dims in (
+        ("q", q, 3, 4),
+        ("k_cache", k_cache, 3, 4),
+        ("indices", indices, 1, 3),
+        ("extra_k_cache", extra_k_cache, 2, 4),
+        ("extra_indices_in_kvcache", extra_indices, 1, 3),
+    ):
+        if t is None and name not in ("q", "k_cache"):
+            continue
+        check_dense(name, t)
+        if t.dim() < least:
+            _no(name, f"must have {dims} dims", f"shape {list(t.shape)}")
+    _is_bool("causal", causal)
+    _is_bool("is_fp8_kvcache", is_fp8_kvcache)
+    return FlashMLASchedMeta.Config(
+        b=q.shape[0],
+        s_q=q.shape[1],
+        h_q=q.shape[2],
+        page_block_size=k_cache.shape[1],
+        h_k=k_cache.shape[2],
+        causal=causal,
+        is_fp8_kvcache=is_fp8_kvcache,
+        topk=None if indices is None else indices.shape[-1],
+        extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+        extra_topk=None if extra_indices is None else extra_indices.shape[-1],
+    )
+
+
+def _is_kv_format(kv_format: str, k_cache: torch.Tensor) -> None:
+    if not isinstance(kv_format, str) or kv_format not in KV_FORMATS:
+        raise NotImplementedError(f"kv_format: must be {' or '.join(KV_FORMATS)} in this version, got {kv_format!r}")
+    if k_cache.shape[-1] != KV_FORMATS[kv_format]:
+        needed = f"last dim must be {KV_FORMATS[kv_format]}, the bytes of a token in {kv_format}"
+        _no("k_cache", needed, k_cache.shape[-1])
 
 
 def _is_bool(name: str, value: object) -> None:

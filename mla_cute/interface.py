@@ -17,10 +17,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from . import jit
 from .schedule import DecodePlan, plan_decode
-from .target import DEFAULT_BACKEND, arch_of, target
+from .target import DEFAULT_BACKEND, arch_of, is_traced, target
 from .validate import Problem, check_sparse_decode
 
 IMPL_NAMES = ("Config", "default_config", "compile")  # what makes a module an implementation
@@ -85,13 +86,36 @@ def sparse_decode(
     Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a
     CUDA graph (call it once before: a first call compiles); without a plan, each replay plans anew. Results are
     deterministic: the same bits for the same inputs and plan. Scratch: 2 * plan.num_parts * s_q * h_q * 513 fp32 values
-    whatever b is (about 35 MB on 132 SMs), nothing if num_parts is 1. There is no backward.
+    whatever b is (at most 35 MB on 132 SMs, for any s_q and h_q), nothing if num_parts is 1. There is no backward.
+
+    torch.compile(fullgraph=True) and torch.export make an op of the call, torch.ops.mla_cute.sparse_decode (see torch_ops).
+    There `impl` must be importable by its name, and the fields of `config` ints, bools, strings, None or tuples of them.
 
     Raises ValueError or TypeError naming the argument, what is needed and what came; NotImplementedError when the
     device's architecture has no kernel or the DSL cannot compile it. All of them before anything is launched.
 
     The op, the cache format and the plan are those of DeepSeek's FlashMLA (`flash_mla_with_kvcache` with indices).
     """
+    if is_dynamo_compiling() or (type(q) is not torch.Tensor and is_traced(q)):  # an op of a graph
+        from . import torch_ops
+
+        return torch_ops.sparse_decode(
+            q,
+            kv_cache,
+            indices,
+            softmax_scale=softmax_scale,
+            topk_length=topk_length,
+            attn_sink=attn_sink,
+            extra_kv_cache=extra_kv_cache,
+            extra_indices=extra_indices,
+            extra_topk_length=extra_topk_length,
+            plan=plan,
+            config=config,
+            impl=impl,
+            backend=backend,
+            out=out,
+            lse=lse,
+        )
     problem = check_sparse_decode(
         q,
         kv_cache,
@@ -112,7 +136,7 @@ def sparse_decode(
     ready = _ready
     if (
         ready.problem is not problem
-        or ready.plan is not plan
+        or (ready.plan is not plan and (plan is None or ready.plan_kind is not getattr(plan, "kind", None)))
         or ready.config is not config
         or ready.impl is not impl
         or ready.compile is not ready.module.compile  # reloaded
@@ -165,6 +189,7 @@ class _Ready(NamedTuple):
 
     problem: Problem | None = None  # this very object: one per metadata of the tensors, so it stands for all of that
     plan: DecodePlan | None = None
+    plan_kind: object = None  # every plan of this kind will do
     config: Any = None
     impl: ModuleType | None = None
     module: ModuleType | None = None
@@ -219,6 +244,7 @@ def _prepare(problem, plan, config, impl, backend, q, indices, extra_indices) ->
     made = _Ready(
         problem,
         plan,
+        None if plan is None else plan.kind,
         config,
         impl,
         module,
@@ -318,4 +344,4 @@ def _import_file(name: str) -> ModuleType:
         return sys.modules[module_name]
 
 
-_import_lock = threading.RLock()  # a file being imported stands in sys.modules before it is whole
+_import_lock = jit.kept_over_fork(threading.RLock())  # a file being imported stands in sys.modules before it is whole

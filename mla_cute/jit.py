@@ -52,7 +52,18 @@ DIGEST_BYTES = 32  # sha256 behind the object file's own bytes; readers of ELF f
 SLOW_SECONDS = 1.0  # a compile that takes longer is reported on stderr
 
 _STARTED = time.time()  # sources newer than this may differ from what this process imported
-_lock = threading.RLock()  # one compile or load at a time: the DSL keeps process-wide state
+
+
+def kept_over_fork(lock: threading.RLock) -> threading.RLock:
+    """The lock, free in a forked child: forking waits for it, so no other thread is amid what it guards.
+
+    (A program started by `subprocess` waits for nothing.)
+    """
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return lock
+
+
+_lock = kept_over_fork(threading.RLock())  # one compile or load at a time: the DSL keeps process-wide state
 _memory: dict[tuple, Callable] = {}
 _said: set[str] = set()
 
@@ -456,34 +467,48 @@ def _cuobjdump() -> str:
 # ----- compiling ahead ------------------------------------------------------------------------------------------------
 
 
+OPS = ("sparse_decode", "write_kv_cache", "quantize_kv_cache")
+
+
 def warmup(
     h_q=128,
     *,
+    op="sparse_decode",
     has_topk_length=(False, True),
     has_attn_sink=(False, True),
     kv_format="v32",
     has_extra=False,
     has_extra_topk_length=False,
+    scales="pow2",
     arch: str | None = None,
     impl: ModuleType | str | None = None,
     config=None,
     jobs: int | None = None,
     progress: bool = True,
 ) -> list[tuple[str, float, bool]]:
-    """Compile the kernels of `sparse_decode` into the disk cache, several at a time; needs no GPU when `arch` is given.
+    """Compile kernels into the disk cache, several at a time; needs no GPU when `arch` is given.
 
-    h_q: query heads, an int or several; has_topk_length, has_attn_sink, has_extra (extra keys), has_extra_topk_length: bools,
-    or both values; kv_format: "v32", "model1" or both; arch: such as "sm_90a", default the current GPU's; impl, config: as in
-    `sparse_decode`; jobs: processes, default the CPUs this one may use; progress: draw a bar. The processes are spawned, so a
-    script calls this under `if __name__ == "__main__":`.
+    op: "sparse_decode" (with its planner), "write_kv_cache" (for both types of slots), "quantize_kv_cache", or several;
+    kv_format: "v32", "model1" or both; arch: such as "sm_90a", default the current GPU's; jobs: processes, default the CPUs
+    this one may use; progress: draw a bar. The processes are spawned, so a script calls this under
+    `if __name__ == "__main__":`.
+
+    Of sparse_decode: h_q: query heads, an int or several; has_topk_length, has_attn_sink, has_extra (extra keys),
+    has_extra_topk_length: bools, or both values; impl, config: as in the op. Of the others: scales: "pow2", "amax" or both
+    (where the format has them).
 
     Returns (kernel, seconds, whether it was there already) per kernel. Raises, before it compiles, ValueError or TypeError
     naming the argument and NotImplementedError for an arch without a kernel; then CompileError, RuntimeError naming the
     kernel for any other failure, OSError when the cache cannot be written.
     """
+    from .cache_writer import has_kernel
     from .interface import check_config, select_impl
     from .validate import FORMATS, MAX_HEADS
 
+    ops = _several("op", op, str)
+    for name in ops:
+        if name not in OPS:
+            raise ValueError(f"op: must be {', '.join(OPS)} or several of them, got {name}")
     heads = _several("h_q", h_q, int)
     lengths = _several("has_topk_length", has_topk_length, bool)
     sinks = _several("has_attn_sink", has_attn_sink, bool)
@@ -494,6 +519,12 @@ def warmup(
     for name in formats:
         if name not in known:
             raise ValueError(f"kv_format: must be {' or '.join(known)}, got {name}")
+    scales = _several("scales", scales, str)
+    for name in scales:
+        if name not in ("pow2", "amax"):
+            raise ValueError(f"scales: must be pow2 or amax, got {name}")
+    if ops != ("sparse_decode",) and (formats, scales) == (("model1",), ("amax",)):
+        raise ValueError("scales: must be pow2 for model1, whose scales are e8m0, got amax")
     if extra_lengths == (True,) and True not in extras:
         raise ValueError("has_extra: must be True with has_extra_topk_length, got False")
     for n in heads:
@@ -513,11 +544,16 @@ def warmup(
         raise TypeError(f'arch: must be a str such as "sm_90a", got {arch!r}')
     if not re.fullmatch(r"sm_\d+a", arch):  # as `arch_of` names a GPU: no call would look for another
         raise ValueError(f'arch: must be a GPU architecture such as "sm_90a", got "{arch}"')
-    module = arch_module("sparse_decode", arch) if impl is None else select_impl("cpu", impl)
-    if config is not None:
-        check_config(module, config)
+    module = None
+    for name in ops:
+        if name == "sparse_decode":
+            module = arch_module(name, arch) if impl is None else select_impl("cpu", impl)
+            if config is not None:
+                check_config(module, config)
+        elif not has_kernel(arch):
+            raise NotImplementedError(f"{name}: no kernel for {arch}")
     extra = {"kv_format": formats, "has_extra": extras, "has_extra_topk_length": extra_lengths}
-    todo = warmup_jobs(heads, lengths, sinks, arch, module, config, **extra)
+    todo = warmup_jobs(heads, lengths, sinks, arch, module, config, op=ops, scales=scales, **extra)
     for job in todo:
         if job.module is module:
             job.config.check(job.problem)
@@ -535,13 +571,24 @@ def warmup_jobs(
     kv_format=("v32",),
     has_extra=(False,),
     has_extra_topk_length=(False,),
+    op=("sparse_decode",),
+    scales=("pow2",),
 ) -> list[Job]:
-    """Every kernel that `sparse_decode` launches for these problems (sequences of values): the planner's and its own."""
-    from . import schedule_kernel
+    """Every kernel that the ops launch for these problems (sequences of values); sparse_decode: the planner's and its own."""
+    from . import cache_writer_kernel, schedule_kernel
+    from .kv_cache import FORMATS as LAYOUTS
     from .validate import FORMATS, Problem
 
     formats = [fmt for fmt in FORMATS.values() if fmt.name in kv_format]
     found = []
+    for name, fmt, rule in itertools.product(op, formats, scales):
+        if name == "sparse_decode" or (rule == "amax" and LAYOUTS[fmt.name].scale_bytes == 1):
+            continue
+        for slot_bytes in (8, 4) if name == "write_kv_cache" else (0,):
+            write = cache_writer_kernel.WriteProblem(fmt.name, rule, slot_bytes)
+            found.append(Job(cache_writer_kernel, write, cache_writer_kernel.default_config(write), arch))
+    if "sparse_decode" not in op:
+        formats = []
     for fmt, heads, lengths, extra, extra_lengths, sink in itertools.product(
         formats, h_q, has_topk_length, has_extra, has_extra_topk_length, has_attn_sink
     ):

@@ -2,7 +2,7 @@
 
 A cache is a tensor [num_blocks, page_block_size, 1, bytes_per_token] of one-byte elements. Pages may lie further apart
 than their bytes need (stride(0) free); what lies between them is never read or written. Everything here is plain torch,
-on any device. The layouts and the quantiser are those of DeepSeek's FlashMLA:
+on any device, but for `quantize_kv_cache` on a GPU. The layouts and the quantiser are those of DeepSeek's FlashMLA:
 
     V32     656 bytes a token  DeepSeek V3, V3.1, V3.2: 512 e4m3, 4 fp32 scales, 64 bf16 RoPE in one row
     MODEL1  584 bytes a token  DeepSeek V4: rows of 448 e4m3 and 64 bf16 RoPE; behind a page's rows its e8m0 scales
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .validate import INT32_MAX, check_dense, check_writable
+from .target import target
+from .validate import INT32_MAX, check_dense, check_writable, num_bytes_of
 
 E4M3_MAX = 448.0  # largest finite e4m3fn value
 E4M3_NAN = 0x7F  # the one NaN code the quantiser writes
@@ -113,8 +114,12 @@ def quantize_kv_cache(
     kv_format: KVFormat = V32,
     scales: str | torch.Tensor = "pow2",
     out: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """Pack keys into the FP8 cache format: code = e4m3(x / scale), rounded to nearest even, at most ±448; RoPE as bf16.
+
+    On a GPU from Hopper on, bf16 keys with scales "pow2" or "amax" take one launch of `write_kv_cache`'s kernel, without a
+    temporary; the first such call compiles it, which takes seconds. Everything else is plain torch. The bytes are the same.
 
     Args:
         kv: [num_blocks, page_block_size, 1, d_qk] bf16, fp16 or fp32, any strides; NoPE values first, RoPE last.
@@ -126,7 +131,13 @@ def quantize_kv_cache(
             for MODEL1, whose scales are e8m0, powers of two from 2^-127 on.
         out: where to write, [num_blocks, page_block_size, 1, bytes_per_token] of uint8, int8 or float8_e4m3fn; its
             pages may be strided (`pool[:, :page]`) but not overlap, the gaps are not touched. Default: a new uint8
-            tensor; V32's is contiguous, pages of MODEL1 are padded to a multiple of 576 bytes.
+            tensor; V32's is contiguous, pages of MODEL1 are padded to a multiple of 576 bytes. It may not overlap kv, from
+            first to last byte.
+        backend: "emulator" runs the kernel on CPU tensors.
+
+    The kernel reads rows of keys (any distance apart, the same between all) and writes pages at addresses and strides that
+    are multiples of 16 bytes: other `kv`, and an `out` that is not so, cost a copy. Work is queued on torch's current stream
+    of kv's device, and only a tensor of scales is waited for. With the kernel the call may be captured in a CUDA graph.
 
     Returns: `out`.
 
@@ -163,31 +174,57 @@ def quantize_kv_cache(
     elif scales == "amax" and kv_format.scale_bytes == 1:
         needed = f'must be "pow2" or a fp32 tensor for {kv_format.name.upper()}, whose scales are e8m0'
         raise ValueError(f'scales: {needed}, got "amax"')
-    if out is None:
-        pool = torch.empty(num_blocks, kv_format.page_bytes(page), dtype=torch.uint8, device=kv.device)
-        out = pool[:, : page * kv_format.bytes_per_token].view(num_blocks, page, 1, kv_format.bytes_per_token)
+    given = out is not None
+    if not given:
+        out = new_cache(num_blocks, page, kv_format, kv.device)
     _check_cache("out", out, kv_format)
     if out.shape[:2] != kv.shape[:2]:
         raise ValueError(f"out: must have {num_blocks} blocks of {page} tokens as kv has, got {list(out.shape)}")
     if out.device != kv.device:
         raise ValueError(f"out: must be on kv's device {kv.device}, got {out.device}")
-
     check_writable("out", out)
+    if given and kv.device.type != "meta":
+        at, at_out, size, size_out = kv.data_ptr(), out.data_ptr(), num_bytes_of(kv), num_bytes_of(out)
+        if at < at_out + size_out and at_out < at + size:
+            got = f"{size_out} bytes at {at_out:#x} and {size} bytes at {at:#x}"
+            raise ValueError(f"out: must not overlap kv from first to last byte, got {got}")
 
-    codes_out, scales_out, rope_out = planes(out, kv_format)  # each uint8 [num_blocks, page, bytes]
-    step = max(1, CHUNK_VALUES // (page * kv_format.d_qk))
+    from . import cache_writer  # not at the top: it imports this module
+
+    where = target(kv.device, backend) if backend is not None or kv.device.type in ("cpu", "cuda") else None
+    if where is not None and cache_writer.has_kernel(where.arch):
+        if isinstance(scales, str) and kv.dtype == torch.bfloat16:
+            cache_writer.write_all(out, kv, kv_format, scales, where)
+            return out
+        if backend is not None:
+            got = f"{kv.dtype} and scales {scales if isinstance(scales, str) else 'in a tensor'}"
+            raise ValueError(f'backend: must be None but for bfloat16 keys with scales "pow2" or "amax", got {got}')
+    quantize_by_torch(kv, kv_format, scales, out)
+    return out
+
+
+def new_cache(num_blocks: int, page: int, fmt: KVFormat, device: torch.device) -> torch.Tensor:
+    """An uninitialised uint8 [num_blocks, page, 1, bytes_per_token] with the page stride of a new cache."""
+    pool = torch.empty(num_blocks, fmt.page_bytes(page), dtype=torch.uint8, device=device)
+    return pool[:, : page * fmt.bytes_per_token].view(num_blocks, page, 1, fmt.bytes_per_token)
+
+
+def quantize_by_torch(kv: torch.Tensor, fmt: KVFormat, scales: str | torch.Tensor, out: torch.Tensor) -> None:
+    """`quantize_kv_cache` of checked arguments, scales of their full shape: what the bytes are, by definition."""
+    codes_out, scales_out, rope_out = planes(out, fmt)  # each uint8 [num_blocks, page, bytes]
+    num_blocks, page = kv.shape[:2]
+    step = max(1, CHUNK_VALUES // (page * fmt.d_qk))
     for i in range(0, num_blocks, step):
         chunk = slice(i, i + step)
-        x = kv[chunk, :, 0, : kv_format.d_nope].float()
-        x = x.unflatten(-1, (kv_format.num_scales, kv_format.quant_tile))  # [n, page, num_scales, quant_tile]
+        x = kv[chunk, :, 0, : fmt.d_nope].float()
+        x = x.unflatten(-1, (fmt.num_scales, fmt.quant_tile))  # [n, page, num_scales, quant_tile]
         s = _tile_scales(x, scales) if isinstance(scales, str) else scales[chunk, :, 0]  # [n, page, num_scales]
         y = x / s.unsqueeze(-1)
         # Not every torch saturates: older ones make NaN of an overflow. Clamp keeps NaN; masked_fill drops its sign.
         codes = y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(y.isnan(), E4M3_NAN)
         codes_out[chunk] = codes.flatten(-2)
-        scales_out[chunk] = _scale_bytes(s, kv_format)
-        rope_out[chunk] = kv[chunk, :, 0, kv_format.d_nope :].to(torch.bfloat16).contiguous().view(torch.uint8)
-    return out
+        scales_out[chunk] = _scale_bytes(s, fmt)
+        rope_out[chunk] = kv[chunk, :, 0, fmt.d_nope :].to(torch.bfloat16).contiguous().view(torch.uint8)
 
 
 def dequantize_kv_cache(cache: torch.Tensor, *, kv_format: KVFormat = V32) -> torch.Tensor:

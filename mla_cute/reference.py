@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from .jit import kept_over_fork
 from .kv_cache import FORMATS, KVFormat, gather_tokens
 from .validate import INT32_MAX, Problem, check_int
 
@@ -182,7 +183,8 @@ def _full_fp32_matmul() -> Iterator[None]:
                     backend.fp32_precision = precision
 
 
-_matmul_lock = threading.RLock()  # the settings are the process's: two threads must not put back each other's "ieee"
+# The settings are the process's: two threads must not put back each other's "ieee".
+_matmul_lock = kept_over_fork(threading.RLock())
 
 
 # ---- the plan

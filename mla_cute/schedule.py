@@ -10,14 +10,18 @@ the device.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from . import reference
-from .target import Target, target
-from .validate import FORMATS, INT32_MAX, MAX_HEADS, MAX_S_Q, Problem, check_dense, check_int
+from .target import Target, is_traced, target
+from .validate import FORMATS, INT32_MAX, MAX_HEADS, MAX_S_Q, MAX_TOPK, Problem, check_dense, check_int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,6 +47,8 @@ class DecodePlan:
 
     def __post_init__(self) -> None:
         """Kernels trust these: raise ValueError naming the field where one cannot be a plan's."""
+        if is_dynamo_compiling() or is_traced(self.metadata):  # the op makes the plan again when the graph runs
+            return
         check_int("num_parts", self.num_parts)
         if self.num_parts < 1:
             raise ValueError(f"num_parts: must be at least 1, got {self.num_parts}")
@@ -61,6 +67,20 @@ class DecodePlan:
     @property
     def device(self) -> torch.device:
         return self.metadata.device
+
+    @functools.cached_property
+    def kind(self) -> object:
+        """One object for all plans that differ in their tensors alone: what one of them fits, the others fit."""
+        key = (
+            *(self.b, self.s_q, self.h_q, self.topk, self.has_topk_length, self.extra_topk, self.has_extra_topk_length),
+            *(self.num_parts, self.config, self.device),
+        )
+        if len(_kinds) >= _MAX_KINDS:
+            _kinds.clear()
+        try:
+            return _kinds.setdefault(key, key)
+        except TypeError:  # a config that does not hash
+            return key
 
     def check(
         self,
@@ -100,6 +120,41 @@ class DecodePlan:
         raise ValueError(f"plan: was made with config {self.config}, got a call with {config}")
 
 
+_kinds: dict[tuple, tuple] = {}
+_MAX_KINDS = 4096  # a long-running server has many shapes: then forgotten, and new objects
+
+
+# torch.export takes apart what goes in and comes out. torch_ops is imported when that happens.
+
+
+def _flatten(plan: DecodePlan) -> tuple[list, tuple]:
+    from . import torch_ops
+
+    return torch_ops.flatten(plan)
+
+
+def _flatten_with_keys(plan: DecodePlan) -> tuple[list, tuple]:
+    children, context = _flatten(plan)
+    return [(GetAttrKey(name), child) for name, child in zip(("metadata", "num_splits"), children)], context
+
+
+def _unflatten(children: Iterable, context: tuple) -> DecodePlan:
+    from . import torch_ops
+
+    return torch_ops.unflatten(children, context)
+
+
+register_pytree_node(
+    DecodePlan,
+    _flatten,
+    _unflatten,
+    serialized_type_name="mla_cute.DecodePlan",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+
+
 def plan_decode(
     q: torch.Tensor,
     indices: torch.Tensor,
@@ -115,7 +170,9 @@ def plan_decode(
 
     A plan holds for every call with the same b, s_q, h_q, topk, extra_topk, device and config whose `topk_length` and
     `extra_topk_length` have the same values, whatever q and indices contain: the layers of a model share one. Without
-    lengths it holds as long as the shapes do.
+    lengths it holds as long as the shapes do. A call with other values than its plan's gives wrong results, and nobody
+    notices: the values are on the device, and torch's count of a tensor's in-place changes misses those of kernels and of
+    a graph's replays, and counts those of other slices of the same buffer.
 
     Args:
         q: [b, s_q, h_q, d_qk]; only its shape and device matter.
@@ -129,32 +186,29 @@ def plan_decode(
         backend: as in `sparse_decode`.
 
     Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a
-    CUDA graph (after a first call, which compiles): a replay plans anew, from the lengths it finds. With
+    CUDA graph (after a first call, which compiles): a replay plans anew, from the lengths it finds. A call captured with a
+    plan made outside is replayed with that plan: indices and keys may be others then, lengths may not. With
     impl=mla_cute.reference the plan is made on the host, and on a GPU the call waits for the lengths.
 
-    Raises ValueError or TypeError naming the argument, NotImplementedError for a device without a kernel.
+    Raises ValueError or TypeError naming the argument, NotImplementedError for a device without a kernel. The planner's
+    kernel counts costs in 32 bits: b * (blocks of topk and extra_topk + fixed_overhead_blocks) must be below about 2**30.
     """
-    b, s_q, h_q, d_qk, topk, extra_topk = _check(q, indices, topk_length, extra_indices, extra_topk_length)
-    device, has_topk_length, has_extra_topk_length = q.device, topk_length is not None, extra_topk_length is not None
-    problem = Problem(
-        h_q=h_q,
-        d_qk=d_qk,
-        kv_format=next((fmt.name for fmt in FORMATS.values() if fmt.d_qk == d_qk), Problem.kv_format),
-        has_topk_length=has_topk_length,
-        has_extra=extra_topk > 0,
-        has_extra_topk_length=has_extra_topk_length,
-    )
-    from .interface import check_config, select_impl  # not at the top: interface imports this module
+    if is_dynamo_compiling() or is_traced(q):  # an op of a graph
+        from . import torch_ops
 
-    where = target(device, backend)
-    impl = select_impl(device, impl, backend)
-    if config is None:
-        config = impl.default_config(problem)
-    check_config(impl, config)
-    config.check(problem)
-
-    num_parts = config.num_parts(problem, s_q, where.num_sms)
-    tile_n, overhead = config.tile_n, config.fixed_overhead_blocks
+        return torch_ops.plan_decode(
+            q,
+            indices,
+            topk_length=topk_length,
+            extra_indices=extra_indices,
+            extra_topk_length=extra_topk_length,
+            config=config,
+            impl=impl,
+            backend=backend,
+        )
+    choice = choose(q, indices, topk_length, extra_indices, extra_topk_length, config, impl, backend)
+    b, s_q, h_q, topk, extra_topk, where, impl, config, num_parts = choice
+    tile_n, overhead, device = config.tile_n, config.fixed_overhead_blocks, q.device
     extra = {"extra_topk": extra_topk, "extra_topk_length": extra_topk_length}
     if where.arch != "cpu" and impl is not reference:  # the reference also serves GPUs that the planner's kernel does not
         lengths = b, topk, topk_length
@@ -164,9 +218,37 @@ def plan_decode(
         metadata, num_splits = reference.plan(keys, num_parts, tile_n=tile_n, fixed_overhead_blocks=overhead)
         metadata, num_splits = metadata.to(device), num_splits.to(device)
     return DecodePlan(
-        *(b, s_q, h_q, topk, has_topk_length, extra_topk, has_extra_topk_length),
+        *(b, s_q, h_q, topk, topk_length is not None, extra_topk, extra_topk_length is not None),
         *(num_parts, tile_n, overhead, config, metadata, num_splits),
     )
+
+
+def problem_of(h_q: int, d_qk: int, has_topk_length: bool, has_extra: bool, has_extra_topk_length: bool) -> Problem:
+    """As far as a plan's arguments tell."""
+    return Problem(
+        h_q=h_q,
+        d_qk=d_qk,
+        kv_format=next((fmt.name for fmt in FORMATS.values() if fmt.d_qk == d_qk), Problem.kv_format),
+        has_topk_length=has_topk_length,
+        has_extra=has_extra,
+        has_extra_topk_length=has_extra_topk_length,
+    )
+
+
+def choose(q, indices, topk_length, extra_indices, extra_topk_length, config, impl, backend) -> tuple:
+    """What `plan_decode` knows before it plans: (b, s_q, h_q, topk, extra_topk, where, impl, config, num_parts)."""
+    b, s_q, h_q, d_qk, topk, extra_topk = _check(q, indices, topk_length, extra_indices, extra_topk_length)
+    has = topk_length is not None, extra_indices is not None, extra_topk_length is not None
+    problem = problem_of(h_q, d_qk, *has)
+    from .interface import check_config, select_impl  # not at the top: interface imports this module
+
+    where = target(q.device, backend)
+    impl = select_impl(q.device, impl, backend)
+    if config is None:
+        config = impl.default_config(problem)
+    check_config(impl, config)
+    config.check(problem)
+    return b, s_q, h_q, topk, extra_topk, where, impl, config, config.num_parts(problem, s_q, where.num_sms)
 
 
 def _plan_by_kernel(
@@ -227,6 +309,8 @@ def _check(q, indices, topk_length, extra_indices, extra_topk_length) -> tuple[i
         if t is not None and (t.shape[:2] != (b, s_q) or t.shape[2] < 1):
             needed = f"shape must be [b, s_q, {topk}] = [{b}, {s_q}, 1 or more]"
             raise ValueError(f"{name}: {needed}, got {list(t.shape)}")
+        if t is not None and t.shape[2] > MAX_TOPK:
+            raise ValueError(f"{name}: {topk} (dim 2) must be at most {MAX_TOPK}, got {t.shape[2]}")
     for name, t in (("topk_length", topk_length), ("extra_topk_length", extra_topk_length)):
         if t is not None and t.dtype != torch.int32:
             raise TypeError(f"{name}: dtype must be int32, got {t.dtype}")

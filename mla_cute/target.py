@@ -51,6 +51,20 @@ def target(device: torch.device, backend: str | None = None) -> Target:
     return Target(session.arch, session.num_sms, run.load, run.empty, session.admit)
 
 
+def is_traced(t: object) -> bool:
+    """Whether t stands for a tensor of a graph that is being made without Dynamo (torch.export), or only for its shape.
+
+    Not `torch.compiler.is_compiling()`: that holds for the whole process, so in another thread's calls with real tensors too,
+    and takes a few tenths of a us of each call.
+    """
+    if type(t) is torch.Tensor:
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(t, (FakeTensor, FunctionalTensor))
+
+
 def arch_of(device: torch.device, backend: str | None = None) -> str:
     """The architecture alone: also of a device that has no kernel."""
     backend = DEFAULT_BACKEND if backend is None else backend

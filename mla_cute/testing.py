@@ -112,7 +112,8 @@ class Inputs:
     topk_length: torch.Tensor | None  # [b] int32
     attn_sink: torch.Tensor | None  # [h_q] fp32
     softmax_scale: float
-    kv: torch.Tensor  # [num_blocks, page_block_size, 1, d_qk] bf16: what was quantised, NaN where no valid index points
+    # [num_blocks, page_block_size, 1, d_qk] bf16: what was quantised, NaN where no valid index points. None: not kept.
+    kv: torch.Tensor | None
     extra_kv_cache: torch.Tensor | None = None  # these four as their namesakes
     extra_indices: torch.Tensor | None = None
     extra_topk_length: torch.Tensor | None = None

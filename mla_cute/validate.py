@@ -24,6 +24,8 @@ D_QK, D_V = 576, 512  # V32's d_qk; d_v is the same in all formats
 ALIGN = 16  # bytes: what a TMA descriptor and a bulk copy ask of every address and stride of q, kv_cache and out
 WORD = 4  # bytes: what a load or store of one int32 or fp32 asks of the other addresses
 INT32_MAX = 2**31 - 1
+TMA_REACH = 2**40  # bytes: a stride of q or out must be less
+MAX_TOPK = 2**31 - 64  # whole blocks of 64 keys: the last position of the last block is an int32
 SCALE_MIN, SCALE_MAX = 2.0**-126, 3.4028234663852886e38  # normal fp32 numbers: the kernels take the scale as fp32
 _CACHE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)  # three names for one byte
 _MEMO_ENTRIES = 4096  # shapes of a long-running server: bounded, then forgotten and checked again
@@ -181,6 +183,7 @@ _TENSORS = (
     *("lse", "out", "q", "kv_cache", "indices", "topk_length", "attn_sink"),
     *("extra_kv_cache", "extra_indices", "extra_topk_length"),
 )
+_ALIGNED = ("out", "q", "kv_cache", "extra_kv_cache")  # to 16 bytes, the others to 4
 _passed: dict[tuple, _Passed] = {}
 _last: tuple[tuple | None, _Passed | None] = None, None  # the newest of them: comparing is cheaper than hashing
 
@@ -189,6 +192,27 @@ _last: tuple[tuple | None, _Passed | None] = None, None  # the newest of them: c
 
 
 def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, extra, out, lse) -> _Passed:
+    problem = check_metadata(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, extra, out, lse)
+    tensors = (lse, out, q, kv_cache, indices, topk_length, attn_sink, *(extra if problem.has_extra else ()))
+    addresses = tuple(0 if t is None else t.data_ptr() for t in tensors)
+    for name, address in zip(_TENSORS, addresses):
+        align = ALIGN if name in _ALIGNED else WORD
+        if address % align:
+            _no(name, f"first element must be {align}-byte aligned", f"an address {address % align} bytes past one")
+    num_bytes = tuple(map(num_bytes_of, tensors))
+    meeting = _overlap(addresses, num_bytes)
+    if meeting:
+        name, other = (_TENSORS[i] for i in meeting)
+        got = " and ".join(f"{num_bytes[i]} bytes at {addresses[i]:#x}" for i in meeting)
+        _no(name, f"must not overlap {other} from first to last byte", got)
+    return _Passed(problem, num_bytes)
+
+
+def check_metadata(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, extra, out, lse) -> Problem:
+    """All but the addresses: holds for torch.compile's tensors too, which have none, and whose sizes may be symbols.
+
+    extra: (extra_kv_cache, extra_indices, extra_topk_length).
+    """
     # q [b, s_q, h_q, d_qk]
     _is_tensor("q", q, (torch.bfloat16,), ("b", "s_q", "h_q", "d_qk"))
     fmt = _cache_format("kv_cache", kv_cache)  # says what d_qk must be
@@ -250,7 +274,6 @@ def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_
         _is_shaped("lse", lse, (b, s_q, h_q), "[b, s_q, h_q]")
         if h_q > 1 and lse.stride(2) != 1:
             _no("lse", "last dim must be contiguous (stride 1)", f"stride {lse.stride(2)}")
-        _is_aligned_address("lse", lse, WORD)
         check_writable("lse", lse)
 
     others = (
@@ -276,33 +299,22 @@ def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_
                     f"or pass {name}.detach()",
                     "requires_grad=True",
                 )
-    has_extra = extra_kv_cache is not None
-    tensors = (lse, out, q, kv_cache, indices, topk_length, attn_sink, *(extra if has_extra else ()))
-    addresses = tuple(0 if t is None else t.data_ptr() for t in tensors)
-    num_bytes = tuple(map(num_bytes_of, tensors))
-    meeting = _overlap(addresses, num_bytes)
-    if meeting:
-        name, other = (_TENSORS[i] for i in meeting)
-        got = " and ".join(f"{num_bytes[i]} bytes at {addresses[i]:#x}" for i in meeting)
-        _no(name, f"must not overlap {other} from first to last byte", got)
-
-    problem = Problem(
+    return Problem(
         h_q=h_q,
         d_qk=d_qk,
         kv_format=fmt.name,
         has_topk_length=topk_length is not None,
         has_attn_sink=attn_sink is not None,
-        has_extra=has_extra,
+        has_extra=extra_kv_cache is not None,
         has_extra_topk_length=extra_topk_length is not None,
     )
-    return _Passed(problem, num_bytes)
 
 
 def _cache_format(name: str, cache: Any) -> CacheFormat:
     """The format that the cache's last dim tells."""
     known = " or ".join(map(str, FORMATS))
     _is_tensor(name, cache, _CACHE_DTYPES, ("num_blocks", "page_block_size", "1", known))
-    fmt = FORMATS.get(cache.shape[3])
+    fmt = FORMATS.get(int(cache.shape[3]))  # torch.compile has symbols, which do not hash
     if fmt is None:
         known = " or ".join(f"{n} ({f.name.upper()}: {f.record})" for n, f in FORMATS.items())
         _no(name, f"last dim must be the bytes of a token, {known}", cache.shape[3])
@@ -330,7 +342,6 @@ def _is_cache(name: str, cache: torch.Tensor, b: int) -> None:
         _no(name, f"token stride (dim 1) must be {token_bytes} bytes", cache.stride(1))
     if num_blocks > 1 and cache.stride(0) % ALIGN:
         _no(name, f"page stride (dim 0) must be a multiple of {ALIGN} bytes", cache.stride(0))
-    _is_aligned_address(name, cache)
 
 
 def _is_indices(name: str, indices: Any, topk: str, b: int, s_q: int) -> None:
@@ -340,9 +351,10 @@ def _is_indices(name: str, indices: Any, topk: str, b: int, s_q: int) -> None:
         _no(name, f"shape must be [b, s_q, {topk}] with b {b}, s_q {s_q} of q", list(indices.shape))
     if indices.shape[2] < 1:
         _no(name, f"{topk} (dim 2) must be at least 1", indices.shape[2])
+    if indices.shape[2] > MAX_TOPK:
+        _no(name, f"{topk} (dim 2) must be at most {MAX_TOPK}", indices.shape[2])
     if indices.shape[2] > 1 and indices.stride(2) != 1:
         _no(name, "last dim must be contiguous (stride 1)", f"stride {indices.stride(2)}")
-    _is_aligned_address(name, indices, WORD)
 
 
 def check_dense(name: str, t: Any) -> None:
@@ -377,7 +389,7 @@ def _is_tensor(name: str, t: Any, dtypes: tuple[torch.dtype, ...], dims: tuple[s
 
 
 def _is_aligned(name: str, t: torch.Tensor) -> None:
-    """Last dim contiguous; address and the strides that are walked (dims of size > 1) multiples of 16 bytes."""
+    """Last dim contiguous; the strides that are walked (dims of size > 1) multiples of 16 bytes, and a TMA's."""
     if t.stride(-1) != 1:
         _no(name, "last dim must be contiguous (stride 1)", f"stride {t.stride(-1)}")
     size = t.element_size()
@@ -388,12 +400,8 @@ def _is_aligned(name: str, t: torch.Tensor) -> None:
                 f"stride of dim {i} must be a multiple of {ALIGN} bytes ({ALIGN // size} elements)",
                 f"{t.stride(i)} elements",
             )
-    _is_aligned_address(name, t)
-
-
-def _is_aligned_address(name: str, t: torch.Tensor, align: int = ALIGN) -> None:
-    if t.data_ptr() % align:
-        _no(name, f"first element must be {align}-byte aligned", f"an address {t.data_ptr() % align} bytes past one")
+        if t.shape[i] > 1 and t.stride(i) * size >= TMA_REACH:  # the descriptor would drop its upper bits
+            _no(name, f"stride of dim {i} must be below 2**40 bytes", f"{t.stride(i)} elements")
 
 
 def _is_shaped(name: str, t: torch.Tensor, shape: tuple[int, ...], dims: str) -> None:
@@ -405,7 +413,6 @@ def _is_vector(name: str, t: torch.Tensor, dim: str, size: int) -> None:
     _is_shaped(name, t, (size,), f"[{dim}]")
     if not t.is_contiguous():
         _no(name, "must be contiguous (stride 1)", f"stride {t.stride(0)}")
-    _is_aligned_address(name, t, WORD)
 
 
 def num_bytes_of(t: torch.Tensor | None) -> int:

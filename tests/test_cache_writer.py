@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from mla_cute import emulator, jit
+from mla_cute.bench import KINDS, measure_write
 from mla_cute.cache_writer import write_kv_cache
 from mla_cute.emulator import Options
-from mla_cute.kv_cache import FORMATS, MODEL1, V32, quantize_kv_cache
+from mla_cute.kv_cache import FORMATS, MODEL1, V32, quantize_by_torch, quantize_kv_cache
 from mla_cute.testing import assert_bitwise
 
-KINDS = [(V32, "pow2"), (V32, "amax"), (MODEL1, "pow2")]
 kinds = pytest.mark.parametrize(("fmt", "scales"), KINDS, ids=[f"{f.name}-{s}" for f, s in KINDS])
 POISON = 0xFF
 SCHEDULES = 4
@@ -219,7 +219,7 @@ def test_sources_in_the_cache_are_refused():
 
 @pytest.mark.compile
 @kinds
-@pytest.mark.parametrize("slot_bytes", [8, 4])
+@pytest.mark.parametrize("slot_bytes", [8, 4, 0])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_compiles_without_spills(arch, slot_bytes, fmt, scales):
     from mla_cute import cache_writer_kernel as module
@@ -305,6 +305,118 @@ def test_emulated_kernel_on_every_bf16(fmt, scales):
         assert_bitwise(b, a, name="kv_cache")
 
 
+def make_keys(fmt, num_blocks, page, seed=0, device="cpu"):
+    """[num_blocks, page, 1, d_qk] of `make_tokens`."""
+    return torch.cat(make_tokens(fmt, num_blocks * page, seed), -1).view(num_blocks, page, 1, fmt.d_qk).to(device)
+
+
+def spaced(kv, tokens=0, values=0, offset=0):
+    """The same keys with `tokens` rows between pages and `values` between rows, `offset` values into their memory."""
+    num_blocks, page, _, d_qk = kv.shape
+    row = d_qk + values
+    pool = torch.full((offset + num_blocks * (page + tokens) * row,), float("nan"), dtype=kv.dtype, device=kv.device)
+    return pool.as_strided(kv.shape, ((page + tokens) * row, row, row, 1), offset).copy_(kv)
+
+
+def column_major(kv):
+    return kv.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+
+
+LAYOUTS = {  # of keys: what the kernel reads as they are, and what is copied first
+    "contiguous": (lambda kv: kv, True),
+    "rows apart": (lambda kv: spaced(kv, values=64, offset=8), True),
+    "pages apart": (lambda kv: spaced(kv, tokens=3), False),
+    "rows at odd places": (lambda kv: spaced(kv, values=1), False),
+    "at an odd address": (lambda kv: spaced(kv, offset=3), False),
+    "last dim apart": (column_major, False),
+    "one row for all": (lambda kv: kv[:1, :1].expand(kv.shape), True),
+}
+PAGES = [(1, 1), (5, 16), (40, 1), (2, 61), (1, 67)]  # 67 tokens and more: no multiple of what a CTA takes
+
+
+@pytest.mark.emulate
+@kinds
+@pytest.mark.parametrize(("num_blocks", "page"), PAGES)
+def test_emulated_kernel_quantizes_a_cache(fmt, scales, num_blocks, page):
+    kv = make_keys(fmt, num_blocks, page, seed=page)
+    for i, gap in enumerate((0, 48)):
+        by_torch, expected_pool = make_cache(fmt, num_blocks, page, gap)
+        quantize_by_torch(kv, fmt, scales, by_torch)
+        out, pool = make_cache(fmt, num_blocks, page, gap)
+        out = out.view((torch.uint8, torch.float8_e4m3fn)[i])
+        with emulator.session(options=Options.schedule(i), arch=("sm_90a", "sm_100a")[i]) as s:
+            assert quantize_kv_cache(kv, kv_format=fmt, scales=scales, out=out, backend="emulator") is out
+        assert s.findings == [] and len(s.grids) == 1
+        assert_bitwise(pool, expected_pool, name="out")
+    with emulator.session() as s:
+        new = quantize_kv_cache(kv, kv_format=fmt, scales=scales, backend="emulator")
+    plain = quantize_kv_cache(kv, kv_format=fmt, scales=scales)
+    assert (new.stride(), new.dtype) == (plain.stride(), plain.dtype)
+    assert_bitwise(new, plain, name="new cache")
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_of_any_strides(layout, fmt, monkeypatch):
+    from mla_cute import cache_writer
+
+    read, inner = [], cache_writer._write_by_kernel
+    monkeypatch.setattr(cache_writer, "_write_by_kernel", lambda *a: read.append(a[1].data_ptr()) or inner(*a))
+    arrange, as_it_is = LAYOUTS[layout]
+    kv = arrange(make_keys(fmt, 3, 7))
+    by_torch = quantize_kv_cache(kv, kv_format=fmt)
+    assert read == []
+    with emulator.session() as s:
+        got = quantize_kv_cache(kv, kv_format=fmt, backend="emulator")
+    assert len(s.grids) == 1 and (read == [kv.data_ptr()]) == as_it_is
+    assert_bitwise(got, by_torch, name="new cache")
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_out_at_any_address(fmt, dtype):
+    """Where the kernel cannot write, the bytes are the same and so are the gaps."""
+    kv, size = make_keys(fmt, 3, 7), 7 * fmt.bytes_per_token
+    for offset, stride in ((0, size + 24), (8, size + 16 - size % 16), (3, size)):
+        pools = []
+        for backend in (None, "emulator"):
+            pool = torch.full((offset + 3 * stride,), POISON, dtype=torch.uint8)
+            out = pool.view(dtype).as_strided(
+                (3, 7, 1, fmt.bytes_per_token), (stride, fmt.bytes_per_token, 1, 1), offset
+            )
+            with emulator.session() as s:
+                assert quantize_kv_cache(kv, kv_format=fmt, out=out, backend=backend) is out
+            assert len(s.grids) == (backend is not None)
+            pools.append(pool)
+        assert_bitwise(pools[1], pools[0], name="out")
+
+
+@pytest.mark.emulate
+def test_quantize_by_the_kernel_takes_what_torch_takes():
+    kv = make_keys(V32, 2, 3)
+    with emulator.session() as s:
+        grad = quantize_kv_cache(kv.clone().requires_grad_(), backend="emulator")
+        empty = quantize_kv_cache(kv[:0], backend="emulator")
+    assert_bitwise(grad, quantize_kv_cache(kv), name="of keys that require grad")
+    assert empty.shape == (0, 3, 1, 656) and len(s.grids) == 1
+    for change in ({"kv": kv.float()}, {"scales": torch.ones(4)}):
+        with pytest.raises(
+            ValueError, match='backend: must be None but for bfloat16 keys with scales "pow2" or "amax", got'
+        ):
+            quantize_kv_cache(**({"kv": kv, "backend": "emulator"} | change))
+    with pytest.raises(ValueError, match="backend: must be None or"):
+        quantize_kv_cache(kv, backend="gpu")
+
+
+def test_gpus_before_hopper_have_no_kernel():
+    from mla_cute.cache_writer import has_kernel
+
+    assert not any(map(has_kernel, ("cpu", "sm_75a", "sm_80a", "sm_89a")))
+    assert all(map(has_kernel, ("sm_90a", "sm_100a", "sm_103a", "sm_120a")))
+
+
 # Bits of (largest, other) bf16 of a tile. Of the first ten the code is another one if x / scale is taken as x * (1 / scale), of
 # the others only if products of that may be subnormal. All there are, of 5e8 pairs: 34,065 and 103.
 HARD = """0e0a0dcf 1644134b 1e781d3a 26bf1ebf 2ed02d1c 372630f9 3f4c3b99 4fc44ccb 603f583f 70a66a79
@@ -360,6 +472,68 @@ def test_kernel_is_the_torch_version(fmt, scales, n):
 
 
 @pytest.mark.gpu
+@kinds
+@pytest.mark.parametrize(("num_blocks", "page"), [*PAGES, (1025, 64)])
+def test_quantize_is_the_torch_version(fmt, scales, num_blocks, page):
+    """NaN and Inf among the keys; the gaps between pages stay as they are."""
+    kv = make_keys(fmt, num_blocks, page, seed=page)
+    for gap, dtype in ((0, torch.uint8), (48, torch.int8), (16, torch.float8_e4m3fn)):
+        by_torch, expected_pool = make_cache(fmt, num_blocks, page, gap)
+        quantize_kv_cache(kv, kv_format=fmt, scales=scales, out=by_torch)
+        out, pool = make_cache(fmt, num_blocks, page, gap, device="cuda")
+        out = out.view(dtype)
+        assert quantize_kv_cache(kv.cuda(), kv_format=fmt, scales=scales, out=out) is out
+        assert_bitwise(pool.cpu(), expected_pool, name="out")
+    new, plain = (quantize_kv_cache(x, kv_format=fmt, scales=scales) for x in (kv.cuda(), kv))
+    assert (new.stride(), new.dtype) == (plain.stride(), plain.dtype)
+    assert_bitwise(new.cpu(), plain, name="new cache")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_quantize_takes_any_strides_and_addresses(fmt):
+    kv = make_keys(fmt, 3, 7)
+    plain = quantize_kv_cache(kv, kv_format=fmt)
+    for arrange, _ in LAYOUTS.values():
+        got = quantize_kv_cache(arrange(kv.cuda()), kv_format=fmt)
+        assert_bitwise(got.cpu(), quantize_kv_cache(arrange(kv), kv_format=fmt), name="new cache")
+    stride = 7 * fmt.bytes_per_token + 5
+    pool = torch.full((3 + 3 * stride,), POISON, dtype=torch.uint8, device="cuda")
+    out = pool.as_strided((3, 7, 1, fmt.bytes_per_token), (stride, fmt.bytes_per_token, 1, 1), 3)
+    quantize_kv_cache(kv.cuda(), kv_format=fmt, out=out)
+    assert_bitwise(out.cpu(), plain, name="out")
+    assert (pool[:3] == POISON).all() and (pool[3:].view(3, stride)[:, -5:] == POISON).all()
+
+
+@pytest.mark.gpu
+@kinds
+def test_quantize_is_one_launch(fmt, scales):
+    """No other kernel, no copy, no wait for the GPU; and in a graph."""
+    kv = make_keys(fmt, 50, 61, device="cuda")
+    out = quantize_kv_cache(kv, kv_format=fmt, scales=scales)  # compiles
+    wanted = out.clone()
+    out.zero_()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            quantize_kv_cache(kv, kv_format=fmt, scales=scales, out=out)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    on_gpu = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = [name for name in on_gpu if not name.lower().startswith(("activity", "context"))]
+    assert len(on_gpu) == 1 and on_gpu[0].startswith("mla_write_kv_cache"), on_gpu
+    assert_bitwise(out, wanted, name="out")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quantize_kv_cache(kv, kv_format=fmt, scales=scales, out=out)
+    kv.copy_(make_keys(fmt, 50, 61, seed=1))
+    graph.replay()
+    assert_bitwise(out.cpu(), quantize_kv_cache(kv.cpu(), kv_format=fmt, scales=scales), name="replayed")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_addresses_past_32_bits(fmt):
     """A cache of more than 2^32 bytes, latent rows more than 2^32 bytes apart from first to last."""
@@ -412,23 +586,7 @@ def test_graph_capture(fmt, scales):
 @pytest.mark.gpu
 @kinds
 @pytest.mark.parametrize("n", [16384, 65536])
-def test_bandwidth(fmt, scales, n, capsys):
+def test_bandwidth(fmt, scales, n):
     """Beside a copy of as many bytes, cold L2, profiler times."""
-    from mla_cute.bench import kernel_times
-
-    latent = torch.randn(n, fmt.d_nope, device="cuda").to(torch.bfloat16)
-    rope = torch.randn(n, 64, device="cuda").to(torch.bfloat16)
-    pages = torch.randperm(2 * n // 64, device="cuda")[: n // 64]  # whole pages in any order, as after a long prefill
-    slots = (pages[:, None] * 64 + torch.arange(64, device="cuda")).flatten()
-    cache = torch.empty(2 * n // 64, 64, 1, fmt.bytes_per_token, dtype=torch.uint8, device="cuda")
-    num_bytes = n * (2 * fmt.d_qk + fmt.bytes_per_token + 8)
-    source = torch.zeros(num_bytes // 2, dtype=torch.uint8, device="cuda")
-    copy = torch.empty_like(source)
-    ours = kernel_times(lambda: write_kv_cache(cache, latent, rope, slots, scales=scales), 30)["us"]
-    plain = kernel_times(lambda: copy.copy_(source), 30)["us"]
-    with capsys.disabled():
-        print(
-            f"\n{fmt.name} {scales} n={n}: {ours:.1f} us, {num_bytes / ours / 1e3:.0f} GB/s; "
-            f"a copy {plain:.1f} us, {num_bytes / plain / 1e3:.0f} GB/s: {plain / ours:.0%}"
-        )
-    assert plain / ours >= 0.7
+    record, _ = measure_write(fmt, scales, n)
+    assert record["copy_share"] >= 0.7, record

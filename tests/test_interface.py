@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mla_cute
-from mla_cute import emulator, interface, jit, reference, validate
+from mla_cute import emulator, interface, jit, reference, target, validate
 from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_bitwise, assert_close, make_inputs
 
 CASE = Case(b=3, h_q=5, s_q=2, s_kv=200, topk=133, page_block_size=16, topk_length=True, sink=True, holes=True)
@@ -194,6 +194,37 @@ class TestTheWay:
         (args,) = launched
         assert args[9].shape == (1, 8)
         assert (args[11].shape, args[11].stride()) == ((0,), (1,))
+
+    @pytest.mark.parametrize("num_sms", [78, 132, 148])  # H20, H100 and H200, B200
+    def test_scratch_is_bounded_whatever_the_call(self, num_sms, monkeypatch):
+        """By 2 * SMs * 64 heads: 34.7 MB on 132 SMs. Long prefill-like calls and large batches included."""
+        pytest.importorskip("cutlass")
+        from mla_cute.sm90 import sparse_decode as hopper
+
+        where = target.device_target(torch.device("cpu"))._replace(num_sms=num_sms)
+        monkeypatch.setattr(target, "device_target", lambda device: where)
+        scratch, impl = [], types.ModuleType("hopper_without_a_kernel")
+        impl.Config, impl.default_config = hopper.Config, hopper.default_config
+        impl.compile = lambda problem, config, arch: lambda *args: scratch.append(args[11].numel() * 4)
+        cache = torch.zeros(1, 64, 1, 656, dtype=torch.uint8)
+
+        def scratch_of(b, s_q, h_q, topk):
+            q = torch.zeros(1, 1, 1, 576, dtype=torch.bfloat16).expand(b, s_q, h_q, 576)
+            mla_cute.sparse_decode(q, cache, torch.zeros(1, 1, topk, dtype=torch.int32).expand(b, s_q, topk), impl=impl)
+            return scratch.pop()
+
+        bound = 2 * num_sms * 64 * 513 * 4
+        most = 0
+        for h_q in (1, 16, 64, 65, 128):
+            for s_q in (*range(1, 66), 74, 148, 4096):
+                got = scratch_of(1, s_q, h_q, 2048)
+                assert got <= bound, (s_q, h_q)
+                assert (got == 0) == (num_sms // (s_q * (1 if h_q <= 64 else 2)) <= 1)
+                most = max(most, got)
+        assert most == bound
+        assert num_sms != 132 or bound < 35e6
+        for b, s_q, h_q, topk in ((65_536, 1, 1, 2048), (4096, 1, 128, 64), (512, 4, 128, 16_384)):
+            assert scratch_of(b, s_q, h_q, topk) == scratch_of(1, s_q, h_q, 1)
 
     def test_given_plan_is_used(self, monkeypatch):
         x = make_inputs(CASE)

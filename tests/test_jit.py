@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -528,6 +529,23 @@ def test_warmup_needs_an_arch(monkeypatch):
         ({"has_topk_length": "no"}, TypeError, "has_topk_length: must be bool or several, got 'no'"),
         ({"kv_format": "v4"}, ValueError, "kv_format: must be v32 or model1, got v4"),
         ({"kv_format": ("v32", None)}, TypeError, "kv_format: must be str or several, got ('v32', None)"),
+        (
+            {"op": "decode"},
+            ValueError,
+            "op: must be sparse_decode, write_kv_cache, quantize_kv_cache or several of them, got",
+        ),
+        ({"op": None}, TypeError, "op: must be str or several, got None"),
+        (
+            {"op": ("sparse_decode", "write_kv_cache"), "scales": "e8m0"},
+            ValueError,
+            "scales: must be pow2 or amax, got e8m0",
+        ),
+        (
+            {"op": "write_kv_cache", "scales": "amax", "kv_format": "model1"},
+            ValueError,
+            "scales: must be pow2 for model1",
+        ),
+        ({"op": "quantize_kv_cache", "arch": "sm_80a"}, NotImplementedError, "quantize_kv_cache: no kernel for sm_80a"),
         ({"has_extra": 1}, TypeError, "has_extra: must be bool or several, got 1"),
         ({"has_extra_topk_length": True}, ValueError, "has_extra: must be True with has_extra_topk_length, got False"),
         ({"has_attn_sink": (0, 1)}, TypeError, "has_attn_sink: must be bool or several, got (0, 1)"),
@@ -587,6 +605,55 @@ def test_warmup_jobs():
     assert [job.config for job in jobs if job.module is impl] == ["mine", "mine"] and {job.arch for job in jobs} == {
         ARCH
     }
+
+
+@pytest.mark.compile
+def test_warmup_jobs_of_the_writer():
+    jobs = jit.warmup_jobs((), (), (), ARCH, op=("write_kv_cache", "quantize_kv_cache"), scales=("pow2", "amax"))
+    assert [(job.name, job.problem.kv_format, job.problem.scales, job.problem.slot_bytes) for job in jobs] == [
+        ("write_kv_cache", "v32", "pow2", 8),
+        ("write_kv_cache", "v32", "pow2", 4),
+        ("write_kv_cache", "v32", "amax", 8),
+        ("write_kv_cache", "v32", "amax", 4),
+        ("quantize_kv_cache", "v32", "pow2", 0),
+        ("quantize_kv_cache", "v32", "amax", 0),
+    ]
+    jobs = jit.warmup_jobs((), (), (), ARCH, op=("quantize_kv_cache",), scales=("amax", "pow2"), kv_format=("model1",))
+    assert [(job.problem.kv_format, job.problem.scales) for job in jobs] == [("model1", "pow2")]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kv_format", ["v32", "model1"])
+def test_warmup_covers_what_calls_load(kv_format, monkeypatch):
+    """Whatever a serving engine calls: the kernel that the call asks for is one of those that warmup compiles."""
+    import mla_cute
+    from mla_cute import emulator
+    from mla_cute.emulator import run
+    from mla_cute.testing import Case, make_inputs
+
+    asked = []
+    monkeypatch.setattr(run, "load", lambda *job: asked.append(jit.Job(*job)) or (lambda *arguments: None))
+    todo = []
+    monkeypatch.setattr(jit, "compile_ahead", lambda jobs, processes, progress: todo.extend(jobs))
+    both = (False, True)
+    flags = dict.fromkeys(("has_topk_length", "has_attn_sink", "has_extra", "has_extra_topk_length"), both)
+    jit.warmup((5, 64, 128), op=jit.OPS, kv_format=kv_format, scales=("pow2", "amax"), arch=ARCH, **flags)
+    with emulator.session(num_sms=2):
+        for h_q, lengths, sink, extra, extra_lengths in itertools.product((5, 64, 128), both, both, both, both):
+            if extra_lengths and not extra:
+                continue
+            options = {"extra_topk": 3, "extra_topk_length": extra_lengths} if extra else {}
+            case = Case(b=2, h_q=h_q, s_kv=64, topk=3, kv_format=kv_format, topk_length=lengths, sink=sink, **options)
+            x = make_inputs(case)
+            mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, backend="emulator", **x.kwargs())
+        keys = torch.zeros(1, 2, 1, x.q.shape[3], dtype=torch.bfloat16)
+        for scales in ("pow2", "amax")[: 1 if kv_format == "model1" else 2]:
+            fmt = {"v32": mla_cute.V32, "model1": mla_cute.MODEL1}[kv_format]
+            cache = mla_cute.quantize_kv_cache(keys, kv_format=fmt, scales=scales, backend="emulator")
+            for slots in (torch.arange(2), torch.arange(2).int()):
+                parts = keys[0, :, 0].split((fmt.d_nope, fmt.d_rope), -1)
+                mla_cute.write_kv_cache(cache, *parts, slots, scales=scales, backend="emulator")
+    assert {*asked} == {*todo}
 
 
 # ----- what a compiled function accepts -------------------------------------------------------------------------------

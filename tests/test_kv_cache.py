@@ -496,6 +496,11 @@ BAD_CALLS = {
         ValueError,
         "out: elements must not share memory",
     ),
+    "out over kv": (
+        lambda: quantize_kv_cache((x := kv_ok()), out=x.view(torch.uint8).as_strided((2, 3, 1, 656), (1968, 656, 656, 1))),
+        ValueError,
+        "out: must not overlap kv from first to last byte, got 3936 bytes at 0x[0-9a-f]+ and 6912 bytes at 0x",
+    ),
     "quantize format": (
         lambda: quantize_kv_cache(kv_ok(), kv_format="v32"),
         TypeError,

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from decode_checks import compile_kernels, decode_and_check, poison_free_memory
 
 import mla_cute
 from mla_cute import jit, reference
@@ -112,14 +113,23 @@ def test_sm90_compiles_without_spills(sm90, fields):
 # ---- gpu tier ----
 
 
-def decode_and_check(x, impl=None, **kwargs):
-    """One call, compared with the reference, which is computed behind it: reused memory must not hold the answer."""
-    out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl, **kwargs)
-    torch.cuda.synchronize()
-    ref_out, ref_lse = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
-    assert_close(out, ref_out, **SPARSE_DECODE_OUT, name="out")
-    assert_close(lse, ref_lse, **SPARSE_DECODE_LSE, name="lse")
-    return out, lse
+# What FlashMLA's own tests leave out, and the test here that has it, in both formats where both can:
+#
+# | gap                                 | test                                                                            |
+# |-------------------------------------|---------------------------------------------------------------------------------|
+# | -1 inside of the list               | test_against_reference: cases with `holes`                                      |
+# | duplicates                          | test_against_reference: `duplicates`                                            |
+# | scales that are no powers of two    | test_against_reference: `amax`, `random`; MODEL1's e8m0 has none, only `random` |
+# | misaligned rows of indices          | test_against_reference: `odd_rows`                                              |
+# | a plan used again, equal lengths    | test_a_plan_serves_other_inputs, test_a_plan_serves_equal_lengths               |
+# | another stream, another device      | test_runs_on_the_current_stream, test_runs_on_the_tensors_device                |
+# | more than 2^31 elements             | tests/test_large.py; of the writer test_cache_writer.py                         |
+# | NaN behind topk_length              | test_against_reference: every `topk_length` case, test_extra_keys_alone         |
+# | determinism                         | test_twenty_runs_give_the_same_bits                                             |
+# | b = 1, split as often as can be     | test_one_request_in_every_part                                                  |
+# | extra keys with topk_length = 0     | test_extra_keys_alone                                                           |
+# | NaN between pages                   | every case of make_inputs but `strided=False`                                   |
+# | query tokens with 1 <= keys < s_q   | dense decode's causal mask: there is no such op here                            |
 
 
 SHAPES = [  # (s_kv, topk, page_block_size) of FlashMLA's own test
@@ -171,6 +181,8 @@ BEYOND = [  # what FlashMLA refuses or does not test
     Case(b=2, h_q=64, s_q=70, s_kv=300, topk=128, sink=True),
     Case(b=4096, h_q=16, s_kv=64, topk=64, topk_length=True),
     Case(b=9, h_q=128, s_q=2, s_kv=900, topk=321, outside=True, holes=True, sink=True),
+    # As many query tokens as leave 4, 2 and 2 parts, and splits.
+    *(Case(b=b, h_q=64, s_q=s_q, s_kv=900, topk=700, sink=True) for b, s_q in ((2, 33), (3, 64), (3, 66))),
 ]
 # MODEL1, and extra keys in both formats: FlashMLA's feature product, thinned; then what it does not test.
 FEATURES = [
@@ -203,6 +215,18 @@ FORMATS = [
          scales="random"),
     Case(b=128, h_q=128, s_q=2, s_kv=4000, topk=128, page_block_size=256, kv_format="model1", extra_topk=1024,
          extra_page_block_size=64, sink=True),
+    *(
+        Case(b=9, h_q=128, s_q=3, s_kv=900, topk=700, sink=True, extra_topk=333, extra_page_block_size=7, kv_format=f, **flags)
+        for f in ("v32", "model1")
+        for flags in (
+            {"holes": True, "duplicates": True},
+            {"odd_rows": True, "holes": True, "topk_length": True, "extra_topk_length": True},
+            {"scales": "random", "holes": True},
+        )
+    ),
+    *(Case(b=9, h_q=64, s_q=3, s_kv=900, topk=700, sink=True, kv_format="model1", **flags)
+      for flags in ({"holes": True}, {"duplicates": True, "odd_rows": True}, {"scales": "random", "topk_length": True})),
+    Case(b=3, h_q=64, s_q=64, s_kv=900, topk=300, extra_topk=400, kv_format="model1", sink=True),
 ]  # fmt: skip
 
 
@@ -211,11 +235,7 @@ CASES = GRID + CORNERS + BEYOND + FORMATS
 
 @pytest.fixture(scope="module")
 def compiled(impl):
-    """Every kernel of CASES, compiled ahead in parallel processes: one after the other they take minutes."""
-    module = mla_cute.select_impl("cuda", impl)
-    problems = {c.problem for c in CASES}
-    arch = jit.arch_of(torch.device("cuda", 0))
-    jit.compile_ahead([jit.Job(module, p, module.default_config(p), arch) for p in problems], progress=False)
+    compile_kernels(CASES, impl)
 
 
 @pytest.mark.gpu
@@ -242,9 +262,18 @@ def test_against_unquantised_keys(case, impl):
 REPEAT = Case(b=74, h_q=128, s_q=2, s_kv=3000, topk=2048, varlen=True, sink=True, topk_length=True)
 
 
+# The same of MODEL1, with extra keys and lengths of both.
+REPEAT_EXTRA = dataclasses.replace(REPEAT, kv_format="model1", topk=512, extra_topk=1024, extra_topk_length=True)
+BOTH = pytest.mark.parametrize("case", [REPEAT, REPEAT_EXTRA], ids=str)
+
+
 @pytest.mark.gpu
-def test_twenty_runs_give_the_same_bits(impl):
-    x = make_inputs(REPEAT, "cuda")
+@BOTH
+def test_twenty_runs_give_the_same_bits(case, impl):
+    x = make_inputs(case, "cuda")
+    plan = mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs(), impl=impl)
+    splits = plan.num_splits.diff()
+    assert (splits == 1).any() and (splits > 1).any()
     first = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
     for _ in range(20):
         again = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
@@ -282,6 +311,99 @@ def test_a_plan_serves_other_inputs(impl):
     plan = mla_cute.plan_decode(x.q, x.indices, impl=impl)
     decode_and_check(x, impl, plan=plan)
     decode_and_check(y, impl, plan=plan)
+
+
+@pytest.mark.gpu
+@BOTH
+def test_a_plan_serves_equal_lengths(case, impl):
+    """Other queries, and each query token with the lists of its neighbour, by a plan made from another copy of the lengths."""
+    x = make_inputs(case, "cuda")
+    plan = mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs(), impl=impl)
+    swapped = {name: None if t is None else t.flip(1) for name, t in vars(x).items() if name.endswith("indices")}
+    lengths = {name: None if t is None else t.clone() for name, t in vars(x).items() if name.endswith("topk_length")}
+    y = dataclasses.replace(x, q=make_inputs(dataclasses.replace(case, seed=1), "cuda").q, **swapped, **lengths)
+    one, other = decode_and_check(x, impl, plan=plan), decode_and_check(y, impl, plan=plan)
+    assert (one[0] != other[0]).float().mean() > 0.3  # another answer was asked for
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("h_q", [64, 128])
+@pytest.mark.parametrize("kv_format", ["v32", "model1"])
+def test_one_request_in_every_part(kv_format, h_q, impl):
+    """b = 1, split as often as the plan has parts; MODEL1 with extra keys, which begin in the middle of them."""
+    num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    case = one_request(kv_format, h_q, num_sms // (h_q // 64))
+    x = make_inputs(case, "cuda")
+    plan = mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs(), impl=impl)
+    assert plan.num_splits.tolist() == [0, plan.num_parts] and plan.num_parts > 1
+    decode_and_check(x, impl)
+
+
+def one_request(kv_format, h_q, num_parts):
+    """Its 6 P - 5 blocks: with the request's overhead of 5 the parts get 6 each, and only the last has the rest."""
+    blocks = 6 * num_parts - 5
+    main = blocks if kv_format == "v32" else blocks // 3
+    extra_topk = max(64 * (blocks - main) - 3, 0)
+    topk = 64 * main - 1
+    sizes = {"s_kv": topk + 9, "topk": topk, "extra_topk": extra_topk, "extra_s_kv": extra_topk + 9 if extra_topk else None}
+    return Case(b=1, h_q=h_q, kv_format=kv_format, holes=True, sink=True, **sizes)
+
+
+@pytest.mark.parametrize("num_parts", [2, 66, 132, 148])
+@pytest.mark.parametrize("kv_format", ["v32", "model1"])
+def test_one_request_is_split_into_all_parts(kv_format, num_parts):
+    case = one_request(kv_format, 64, num_parts)
+    keys = reference.sparse_num_keys(1, case.topk, extra_topk=case.extra_topk)
+    assert reference.plan(keys, num_parts)[1].tolist() == [0, num_parts]
+
+
+def keys_of_one_cache(case, device):
+    """Inputs without main keys, without extra keys and without either, by lengths of 0; and the same as one cache's."""
+    x = make_inputs(case, device)
+    none = torch.zeros_like(x.topk_length)
+    empty = {"extra_kv_cache": None, "extra_indices": None, "extra_topk_length": None}
+    only_main, only_extra = dataclasses.replace(x, extra_topk_length=none), dataclasses.replace(x, topk_length=none)
+    main = dataclasses.replace(x, **empty)
+    extra = dataclasses.replace(
+        x, kv_cache=x.extra_kv_cache, indices=x.extra_indices, topk_length=x.extra_topk_length, **empty
+    )
+    yield only_extra, extra
+    yield only_main, main
+    yield dataclasses.replace(only_extra, extra_topk_length=none), dataclasses.replace(main, topk_length=none)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("b", [6, 300])
+@pytest.mark.parametrize("kv_format", ["v32", "model1"])
+def test_extra_keys_alone(kv_format, b, impl):
+    """topk_length = 0 leaves the extra keys, extra_topk_length = 0 the main ones; the oracle has one cache only."""
+    for x, alone in keys_of_one_cache(dataclasses.replace(EXTRA_ALONE, kv_format=kv_format, b=b), "cuda"):
+        out, lse = decode_and_check(x, impl)
+        ref_out, ref_lse = reference.sparse_decode(alone.q, alone.kv_cache, alone.indices, **alone.kwargs())
+        assert_close(out, ref_out, **SPARSE_DECODE_OUT, name="out")
+        assert_close(lse, ref_lse, **SPARSE_DECODE_LSE, name="lse")
+
+
+EXTRA_ALONE = Case(h_q=64, s_q=2, s_kv=500, topk=321, topk_length=True, extra_topk=200, extra_topk_length=True, sink=True)
+
+
+def test_oracle_of_extra_keys_alone():
+    """The three pairs ask three things: keys in two of them, other keys, and none in the last."""
+    seen = []
+    for x, alone in keys_of_one_cache(dataclasses.replace(EXTRA_ALONE, h_q=4), "cpu"):
+        answers = [reference.sparse_decode(y.q, y.kv_cache, y.indices, **y.kwargs()) for y in (x, alone)]
+        assert_close(answers[0][0], answers[1][0], **SPARSE_DECODE_OUT)
+        assert_close(answers[0][1], answers[1][1], **SPARSE_DECODE_LSE)
+        seen.append(answers[1][1])
+    assert 0 < seen[0].isinf().float().mean() < 1 and 0 < seen[1].isinf().float().mean() < 1 and seen[2].isposinf().all()
+    assert (seen[0] != seen[1]).float().mean() > 0.5
+
+
+@pytest.mark.gpu
+def test_freed_memory_is_handed_out_again():
+    """What `decode_and_check` poisons scratch by."""
+    poison_free_memory(7_654_321)
+    assert (torch.empty(7_654_321, dtype=torch.uint8, device="cuda") == 0xFF).all()
 
 
 @pytest.mark.gpu
@@ -340,30 +462,41 @@ def test_graph_replays_with_other_inputs(impl):
         assert_close(lse, ref_lse, **SPARSE_DECODE_LSE, name="lse")
 
 
+STREAM = Case(b=4, topk=512, s_kv=600, topk_length=True, strided=False)
+STREAM_EXTRA = dataclasses.replace(STREAM, kv_format="model1", extra_topk=300, extra_topk_length=True)
+STREAM_CASES = pytest.mark.parametrize("case", [STREAM, STREAM_EXTRA], ids=str)
+
+
 @pytest.mark.gpu
-def test_runs_on_the_current_stream(impl):
-    """Ordered behind work of a side stream that makes its input late: a launch on another stream would read zeros."""
-    x = make_inputs(Case(b=4, topk=512, s_kv=600, strided=False), "cuda")
-    mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
-    late_q = torch.zeros_like(x.q)
+@STREAM_CASES
+def test_runs_on_the_current_stream(case, impl):
+    """Ordered behind work of a side stream that makes its input late: a launch on another stream would read zeros.
+
+    The lengths are late, too: the plan, the kernel and the combine see them.
+    """
+    x = make_inputs(case, "cuda")
+    want = decode_and_check(x, impl)
+    names = [name for name in ("q", "indices", "topk_length", "extra_topk_length") if getattr(x, name) is not None]
+    late = dataclasses.replace(x, **{name: torch.zeros_like(getattr(x, name)) for name in names})
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)  # cycles: some 25 ms
-        late_q.copy_(x.q)
-        out, lse = mla_cute.sparse_decode(late_q, x.kv_cache, x.indices, **x.kwargs(), impl=impl)
+        for name in names:
+            getattr(late, name).copy_(getattr(x, name))
+        out, lse = mla_cute.sparse_decode(late.q, late.kv_cache, late.indices, **late.kwargs(), impl=impl)
     stream.synchronize()
-    ref_out, ref_lse = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
-    assert_close(out, ref_out, **SPARSE_DECODE_OUT, name="out")
-    assert_close(lse, ref_lse, **SPARSE_DECODE_LSE, name="lse")
+    assert_bitwise(out, want[0], name="out")
+    assert_bitwise(lse, want[1], name="lse")
 
 
 @pytest.mark.gpu
-def test_runs_on_the_tensors_device(impl):
+@STREAM_CASES
+def test_runs_on_the_tensors_device(case, impl):
     """Whichever device is current; on that device's current stream."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    x = make_inputs(Case(b=4, topk=512, s_kv=600, topk_length=True), "cuda:1")
+    x = make_inputs(case, "cuda:1")
     torch.cuda.set_device(0)
     stream = torch.cuda.Stream("cuda:1")
     stream.wait_stream(torch.cuda.current_stream("cuda:1"))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_cute import reference
 from mla_cute.kv_cache import MODEL1, dequantize_kv_cache
@@ -380,6 +381,29 @@ def test_scales(scales):
     assert is_power.all() if scales == "pow2" else is_power.float().mean() < 0.1
     quantisation = (dequantize_kv_cache(x.kv_cache) - x.kv).abs()
     assert 0 < quantisation[~quantisation.isnan()].max() < 0.04
+
+
+class CountedOps(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", [CASES[1], EXTRA_CASES[0]], ids=str)
+def test_no_loop_over_requests(case):
+    """The grid makes 4,716 inputs: as many operations for 60 requests as for 5, and few."""
+    counts = []
+    for b in (5, 60):
+        with CountedOps() as ops:
+            make_inputs(replace(case, b=b))
+        counts.append(ops.count)
+    assert counts[0] == counts[1] < 180 * (2 if case.extra_topk else 1)
 
 
 def test_seeds():

@@ -1,0 +1,60 @@
+"""What the gpu tests of sparse decode share: one call compared with the reference, kernels compiled ahead."""
+
+import math
+
+import torch
+
+import mla_cute
+from mla_cute import jit, reference
+from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, assert_close
+
+
+def decode_and_check(x, impl=None, out=None, lse=None, **kwargs):
+    """One call, compared with the reference, which is computed behind it: reused memory must not hold the answer.
+
+    For the same reason out and lse, where not given, and scratch begin as NaN: a case before this one may have left what is
+    right here too (zeros, +inf).
+    """
+    shape = (*x.q.shape[:3], 512)
+    out = torch.full(shape, math.nan, dtype=torch.bfloat16, device=x.q.device) if out is None else out
+    lse = torch.full(shape[:3], math.nan, device=x.q.device) if lse is None else lse
+    if x.q.is_cuda:
+        poison_free_memory(scratch_bytes(x.q))
+    got = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=impl, out=out, lse=lse, **kwargs)
+    if x.q.is_cuda:
+        torch.cuda.synchronize()
+    ref_out, ref_lse = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+    assert_close(got[0], ref_out, **SPARSE_DECODE_OUT, name="out")
+    assert_close(got[1], ref_lse, **SPARSE_DECODE_LSE, name="lse")
+    return got
+
+
+def scratch_bytes(q):
+    """Of a call with the shipped kernel's default config; 0 where the plan has one part."""
+    _, s_q, h_q, _ = q.shape
+    parts = torch.cuda.get_device_properties(q.device).multi_processor_count // (s_q * -(-h_q // 64))
+    return 2 * parts * s_q * h_q * 513 * 4 if parts > 1 else 0
+
+
+def poison_free_memory(num_bytes):
+    """The next allocation of this size finds NaN: torch's allocator hands out the block that was freed last."""
+    torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
+
+
+def compile_kernels(cases, impl=None):
+    """Every kernel that the cases need on the current GPU, in parallel processes: one after the other they take minutes."""
+    from mla_cute import schedule_kernel  # loads the DSL
+
+    module = mla_cute.select_impl("cuda", impl)
+    arch = jit.arch_of("cuda")
+    jobs = [jit.Job(module, p, module.default_config(p), arch) for p in dict.fromkeys(case.problem for case in cases)]
+    plans = {
+        schedule_kernel.PlanProblem(
+            case.topk_length,
+            schedule_kernel.needs_workspace(case.b, 1),
+            has_extra_topk_length=case.extra_topk_length,
+        )
+        for case in cases
+    }
+    jobs += [jit.Job(schedule_kernel, plan, None, arch) for plan in plans]
+    jit.compile_ahead(jobs, progress=False)
