@@ -1,39 +1,43 @@
-"""Sparse MLA decode on an FP8 KV cache, V3.2 or MODEL1, for Hopper. Figures are V3.2's.
+"""Sparse MLA decode on an FP8 KV cache, V3.2 or MODEL1, for Hopper. Figures are V3.2's, for a block of 64 keys.
 
-Bound: a token costs 34 tensor-core cycles per 64 heads (2 * 64 * (576 + 512) FLOP at 4096 a cycle), and some 77 cycles
-of the shared-memory port: 656 B read and 1152 B written at the 18 and 27 B/cycle that the port leaves to one warpgroup
-while QK streams Q and K through it. So dequantisation sets the pace, by its traffic rather than by its arithmetic.
+Three warpgroups in two roles. Products are transposed where that saves traffic: S^T = K Q^T takes K straight from the
+registers in which it was dequantised, so that shared memory, one port of 128 B/cycle that all of this competes for, carries
+K once (as V) and Q once.
 
-Formats differ in three places: K and Q have 9 or 8 column tiles; MODEL1's V includes rope, so its K stage has a ninth tile
-that only takes P; and its scales, a plane of bytes behind a page's rows, come by a load beside the index. Keys of an extra
-cache are blocks behind the main ones: only `dequant` knows.
+| role    | warps | registers | consumes                           | produces                                      |
+|---------|-------|-----------|------------------------------------|-----------------------------------------------|
+| math    | 0-7   | 160       | P, V, alpha (p_full); indices      | O, 256 columns each; copies of the raw records |
+| convert | 8-11  | 184       | raw records (raw_full), Q (q_full) | V, P, alpha, output factors, lse              |
 
-A CTA owns one partition of the plan (a run of key blocks, perhaps of several requests) for one query token and one tile
-of 64 heads.
+ indices -> [math] bulk copies of records, in two parts -> raw ring -> [convert] e4m3 * scale in fp16 -> registers, V
+   -> [convert] S^T = K Q^T -> softmax over keys -> P^T
+   -> [math 0] O[:, 256:] += P V, at once; [math 1] O[:, :256] += P V, during the next softmax -> out
 
-| role    | warps | registers | consumes                  | produces                                              |
-|---------|-------|-----------|---------------------------|-------------------------------------------------------|
-| math0   | 0-3   | 160       | K (full), Q               | S, softmax, P -> smem, row factors, O[:, :128], lse   |
-| math1   | 4-7   | 232       | P and V (P ready)         | O[:, 128:]; loads Q of the next request               |
-| dequant | 8-11  | 112       | raw records (bulk copies) | K in bf16, zeros for skipped tokens, the valid mask   |
+A CTA owns one partition of the plan (a run of key blocks, perhaps of several requests) for one query token and one tile of
+64 heads. One block (t: key, h: head):
+ 1. K'[t] = codes * scale / 2^x(t) in fp16, exact up to one rounding (none for scales that are powers of two): x(t), a power
+    of two for each key, keeps every value in fp16's range. Rope of V32, which is not of V, is bf16 / 2^x(t)         [convert]
+ 2. S[t, h] = K'[t] (Q[h] / 16), 36 steps of 16 dims, K' from registers; K' also to shared memory, as V              [convert]
+ 3. z = S * 16 * 2^x(t) * softmax_scale * log2(e) + x(t)                                                             [convert]
+ 4. m[h] stays, unless some z - m exceeds 8: then m' = max(m, max z) for all heads, alpha = exp2(m - m')             [convert]
+ 5. P = exp2(z - m) in fp16 -> shared memory; l = l * alpha + sum over t of P / 2^x(t)                               [convert]
+ 6. O = alpha * O + P V: the exponents of P and V cancel                                                             [math]
+After a request's last block, lse = m ln 2 + ln(l), and O / (l + sink) goes from registers to global memory, while convert
+goes on with the next request.
 
- indices -> [dequant] bulk copy of 656-byte records -> raw ring -> [dequant] e4m3 * scale -> K stage
-   -> [math0] S = Q K^T -> softmax -> P (over the rope tile of its own K stage)
-   -> [math0] O_left += P V_left, [math1] O_right += P V_right -> out
+Why it is built so, in SM cycles measured on an H200 (docs/tuning-sm90.md): the convert warps are the chain that sets the pace,
+about 4,100 a block; matrix units are busy 2,176 of them. fp16 takes 19 instructions a token where bf16 takes 43. Records are
+released in two parts, the one read first by half time, because 64 copies take the copy engine 1,500 and memory 1,000 more.
+Math 1's product is held back until convert has issued its own: the two then share the matrix units with the softmax, not
+with each other.
 
-One block of 64 keys (stage = block parity):
- 1. raw records of the warp's 16 tokens arrive; codes * scale -> bf16 -> K stage, rope copied           [dequant]
- 2. S = Q K^T, 36 steps of 16 dims; 28 with Q from shared memory, the last 8 with Q from registers      [math0]
- 3. m' = max(m, rowmax(S) * scale_log2), P = exp2(S * scale_log2 - m'), alpha = exp2(m - m')            [math0]
- 4. l = l * alpha + rowsum(P); P in bf16 -> registers and smem; alpha -> smem                           [math0]
- 5. O_left = alpha * O_left + P V_left                                                                  [math0]
-    O_right = alpha * O_right + P V_right                                                               [math1]
- 6. both release the stage; after a request's last block it first serves as the staging buffer of O     [math0, math1]
+Formats differ in three places: MODEL1's rope is a tile of V (fp16 too), its scales are copied behind the record by loads,
+and V32's rope tile comes first. Keys of an extra cache are blocks behind the main ones: only the filling of the raw ring knows.
 
-Shared memory (bytes): Q 7 tiles of 64 x 64 bf16 57,344; K 2 x 73,728; raw ring 32 x 704; factors and barriers 1.2 K.
-V is the transposed view of K's first 512 columns. Sources of the ideas: FlashMLA (roles, plan, split and combine),
-FlashAttention (online softmax). Ours: one bulk copy a record, P over the dead rope tile, two Q tiles in registers, and
-O split 128 : 384 so that the warpgroup with QK and softmax has the smaller half.
+Shared memory (bytes): Q 73,728; V three halves of [64 keys, 256] 98,304; P 8,192; raw records 64 x 656 = 41,984; maxima,
+factors, barriers 4.2 K. Sources of the ideas: FlashMLA (plan, split and combine), FlashAttention (online softmax; its 4th
+version's threshold for rescaling). Ours: K as the register operand, keys with exponents of their own in fp16, one product
+delayed into the softmax, records in two parts.
 """
 
 import enum
@@ -639,6 +643,8 @@ class SparseDecode:
             q_phase ^= 1
             self.convert_q(shared, t)
             for block in cutlass.range(first_block, last_block, unroll=1):
+                if (block + 1 == last_block) & (req < part.end_req):
+                    self.prefetch_q(req + 1, s_idx, head_tile, w, tma_q, tma_mQ, shared)
                 cute.arch.mbarrier_wait(shared.raw_full + w, n & 1)
                 valid = cute.make_tensor(shared.valid, 4)[w]
                 v_slot, v_phase, exponents = self.scores(
@@ -936,6 +942,20 @@ class SparseDecode:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, TILE_M * self.fmt.d_qk * 2)
             cute.copy(tma_q, tQgQ, tQsQ, tma_bar_ptr=shared.q_full)
+
+    @cute.jit
+    def prefetch_q(
+        self, req: Int32, s_idx: Int32, head_tile: Int32, w: Int32, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor,
+        shared: Shared,
+    ):  # fmt: skip
+        """Q of a later request into L2."""
+        if w == 0:
+            gQ = cute.local_tile(tma_mQ[None, None, s_idx, req], cute.product_each(shared.sQ.shape), (head_tile, 0))
+            _, tQgQ = cpasync.tma_partition(
+                tma_q, 0, cute.make_layout(1), cute.group_modes(shared.sQ, 0, 2), cute.group_modes(gQ, 0, 2)
+            )
+            with cute.arch.elect_one():  # unlike a copy it does not elect by itself
+                cute.prefetch(tma_q, tQgQ)
 
     @cute.jit
     def convert_q(self, shared: Shared, t: Int32):
