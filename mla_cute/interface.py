@@ -53,7 +53,8 @@ def sparse_decode(
 
     Args:
         q: [b, s_q, h_q, 576] bf16, for MODEL1 [b, s_q, h_q, 512]; 1 to 128 heads. Last dim contiguous, address and other
-            strides multiples of 16 bytes.
+            strides multiples of 16 bytes. Hopper's kernel takes values up to 2**20 (it computes Q K^T in fp16, of q / 16 and of
+            keys over a power of two of their own); what is larger makes its head's out and lse NaN.
         kv_cache: [num_blocks, page_block_size, 1, bytes_per_token] in uint8, int8 or float8_e4m3fn, as
             `quantize_kv_cache` writes it: 656 bytes a token are V32 (DeepSeek V3 to V3.2), 584 MODEL1 (DeepSeek V4).
             stride(1) = bytes_per_token, address and page stride multiples of 16 bytes; gaps between pages are not read.

@@ -67,10 +67,10 @@ from ..validate import Problem, check_int
 from .helpers import (
     LN_2,
     LOG2_E,
-    bulk_copy_to_smem,
-    bf16_to_fp16,
-    e4m3_to_fp16,
     barrier_any,
+    bf16_to_fp16,
+    bulk_copy_to_smem,
+    e4m3_to_fp16,
     fp16_pair,
     fragment_row,
     load_row,
@@ -89,6 +89,7 @@ TILE_M = 64  # heads of a CTA: the M of a WGMMA
 SW128_COLUMNS = 64  # bf16 columns of one 128-byte swizzle row: the width of a K or Q "tile"
 WARPGROUP = 128
 HALF = 256  # columns of O, and of V, of a math warpgroup
+V_SLOTS = 3  # halves of V in shared memory: two of a block, and one ahead of math 1, whose product is a block late
 Q_SCALE = 16.0  # Q is divided by it to fit into fp16: values up to 2 ** 20, in steps of 2 ** -20
 Q_SCALE_INVERSE = 0x3D803D80  # 1 / Q_SCALE, a pair of bf16
 MIN_EXPONENT = 67  # of a key, biased: scales below 2 ** -60 lose bits
@@ -100,7 +101,6 @@ class Config:
     """Every number that may be tuned. Sizes derived from them are properties; `check` raises with the arithmetic."""
 
     tile_n: int = 64  # keys of a block; the plan counts in it
-    v_slots: int = 3  # halves of V (64 keys x 256 columns) in flight: two of a block and one ahead
     fixed_overhead_blocks: int = 5  # a request's prologue and epilogue as the plan charges them, in blocks (FlashMLA's)
     registers: tuple[int, int] = (160, 184)  # each math warpgroup, convert; the pool of 384 threads is 3 * 168
 
@@ -118,10 +118,10 @@ class Config:
 
     def smem_bytes(self, fmt: KVFormat) -> int:
         q = TILE_M * fmt.d_qk * 2
-        v = self.v_slots * self.tile_n * HALF * 2
+        v = V_SLOTS * self.tile_n * HALF * 2
         p = self.tile_n * TILE_M * 2
         raw = self.tile_n * self.raw_pitch(fmt)
-        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 56 + 8 * (1 + 8 + 8 + self.v_slots + 3)
+        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 56 + 8 * (1 + 8 + 8 + V_SLOTS + 3)
         return q + v + p + raw + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -131,14 +131,12 @@ class Config:
                 f"config: sm90.sparse_decode runs sparse_decode on a cache of {' or '.join(FORMATS)}, "
                 f"got {problem.op} on {problem.kv_format}"
             )
-        for name in ("tile_n", "v_slots", "fixed_overhead_blocks"):
+        for name in ("tile_n", "fixed_overhead_blocks"):
             check_int(f"config: {name}", getattr(self, name))
         if not isinstance(self.registers, tuple) or [type(r) for r in self.registers] != [int] * 2:
             raise ValueError(f"config: registers must be a tuple of 2 ints, got {self.registers!r}")
         if self.tile_n != 64:
             raise ValueError(f"config: tile_n must be 64, got {self.tile_n}")
-        if self.v_slots not in (2, 3, 4):
-            raise ValueError(f"config: v_slots must be 2, 3 or 4, got {self.v_slots}")
         if self.fixed_overhead_blocks < 1:
             raise ValueError(f"config: fixed_overhead_blocks must be at least 1, got {self.fixed_overhead_blocks}")
         pool = 2 * self.registers[0] + self.registers[1]
@@ -211,12 +209,12 @@ class Shared(NamedTuple):
     q_full: cute.Pointer  # Q has arrived
     raw_full: cute.Pointer  # [2, 4] a convert warp's 16 records have arrived: their right parts, their left parts
     raw_empty: cute.Pointer  # [2, 4] and are read
-    v_empty: cute.Pointer  # [v_slots] a half of V is read
+    v_empty: cute.Pointer  # [3] a half of V is read
     p_full: cute.Pointer  # [2] by math warpgroup: P, alpha and its half of V may be read
     p_empty: cute.Pointer  # P and alpha are read
     sQ: cute.Tensor  # [64, d_qk] bf16
     sQ16: cute.Tensor  # the same bytes as fp16
-    sV: cute.Tensor  # [256, 64, v_slots]: columns first
+    sV: cute.Tensor  # [256, 64, 3]: columns first
     sP: cute.Tensor  # [64 heads, 64 keys]
     raw: cute.Pointer  # [4 warps, 16 records]
     valid: cute.Pointer  # [4] uint32: a bit a record, of the warp's 16
@@ -282,7 +280,7 @@ class SparseDecode:
 
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         layout_q = cute.tile_to_shape(atom, (TILE_M, self.fmt.d_qk), order=(0, 1))
-        layout_v = cute.tile_to_shape(atom, (self.tile_n, HALF, self.config.v_slots), order=(0, 1, 2))
+        layout_v = cute.tile_to_shape(atom, (self.tile_n, HALF, V_SLOTS), order=(0, 1, 2))
         layout_p = cute.tile_to_shape(atom, (self.tile_n, TILE_M), order=(0, 1))
 
         # TMA view with heads and columns first: [h_q, d, s_q, b]. Rows past h_q read as zero.
@@ -307,7 +305,7 @@ class SparseDecode:
             is_raised: cute.struct.MemRange[Uint32, 2]
             raw_full: cute.struct.MemRange[Int64, 8]
             raw_empty: cute.struct.MemRange[Int64, 8]
-            v_empty: cute.struct.MemRange[Int64, self.config.v_slots]
+            v_empty: cute.struct.MemRange[Int64, V_SLOTS]
             p_full: cute.struct.MemRange[Int64, 2]
             p_empty: cute.struct.MemRange[Int64, 1]
             valid: cute.struct.MemRange[Uint32, 4]
@@ -353,7 +351,7 @@ class SparseDecode:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         wg = cute.arch.make_warp_uniform(tid // WARPGROUP)
         storage = cutlass.memory.SmemAllocator().allocate(self.Smem)
-        sKV = storage.sV.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # [64, 256, v_slots]
+        sKV = storage.sV.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # [64, 256, 3]
         sPT = storage.sP.get_tensor(layout_p.outer, swizzle=layout_p.inner)  # [64 keys, 64 heads]
         shared = Shared(
             storage.q_full.data_ptr(), storage.raw_full.data_ptr(), storage.raw_empty.data_ptr(),
@@ -373,7 +371,7 @@ class SparseDecode:
                 for i in cutlass.range_constexpr(8):
                     cute.arch.mbarrier_init(shared.raw_full + i, 1)  # the arrive.expect_tx of the filling warp
                     cute.arch.mbarrier_init(shared.raw_empty + i, 1)  # the convert warp
-                for i in cutlass.range_constexpr(self.config.v_slots):
+                for i in cutlass.range_constexpr(V_SLOTS):
                     cute.arch.mbarrier_init(shared.v_empty + i, 4)  # the warps of the half's math warpgroup
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(shared.p_full + i, 4)  # the convert warps
@@ -442,14 +440,15 @@ class SparseDecode:
         self, params: Params, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
         mma_pv: cute.TiledMma, shared: Shared,
     ):  # fmt: skip
-        """Warpgroup `half` of two: columns 256 half.. of O. Its warp w also gathers half of the records of convert's warp w.
+        """Half of O: warpgroup 0 has the right one, columns 256 on, which convert makes first; warpgroup 1 the left one.
 
-        Consumes P, alpha, V, factor (p_full); releases V, P. Gathers two blocks ahead of its products.
+        Consumes P, V, alpha, factor (p_full); releases V and P. Its warp w also copies one part of the records of convert's
+        warp w, two or three blocks ahead of its products.
         """
         lane, w = t % 32, cute.arch.make_warp_uniform(t // 32)
         thr_pv = mma_pv.get_slice(t)
         rP = mma_pv.make_fragment_A(thr_pv.partition_A(shared.sP))  # (MMA, 1, 4): descriptors
-        rV = mma_pv.make_fragment_B(thr_pv.partition_B(shared.sV))  # (MMA, 1, 4, v_slots)
+        rV = mma_pv.make_fragment_B(thr_pv.partition_B(shared.sV))  # (MMA, 1, 4, 3)
         accO = cute.make_rmem_tensor(thr_pv.partition_shape_C((TILE_M, HALF)), Float32)  # ((2,2,32),1,1)
         row = fragment_row(t)
         sAlpha = cute.make_tensor(shared.alpha, TILE_M)
@@ -468,7 +467,7 @@ class SparseDecode:
             )
             fills += 1
 
-        n, slot = Int32(0), half  # blocks done; this half's slot of V
+        n, slot = Int32(0), half  # blocks done; the slot of this half of V
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, r)
             first_block, last_block = work.first_block, work.last_block
@@ -498,12 +497,12 @@ class SparseDecode:
                 fills += 1
                 n += 1
                 slot += 2
-                slot = cutlass.select_(slot >= self.config.v_slots, slot - self.config.v_slots, slot)
+                slot = cutlass.select_(slot >= V_SLOTS, slot - V_SLOTS, slot)
 
     @cute.jit
     def load_index(self, params: Params, part: Part, s_idx: Int32, req: Int32, block: Int32, w: Int32, lane: Int32):
-        """Lane l < 16 gets the index of token 16 w + l of the block, -1 past the request's tokens or the partition; and whether the
-        block is one of the extra cache."""
+        """Lane l < 16 gets the index of token 16 w + l of the block, -1 past the request's tokens or the partition; and
+        whether the block is one of the extra cache."""
         index, is_extra = Int32(-1), Boolean(False)
         if req <= part.end_req:
             work = self.work_range(params, part, req)
@@ -523,9 +522,8 @@ class SparseDecode:
 
     @cute.jit
     def resolve(self, params: Params, index: Int32, is_extra: Boolean):
-        """For each lane's token the record's global address; the warp's mask of tokens to
-        attend (bit l: lane l), an index below 0 or past the cache is none; the token's scales when they lie outside of the
-        record (MODEL1: 8 x e8m0)."""
+        """For each lane's token the record's global address; the warp's mask of tokens to attend (bit l: lane l), an index
+        below 0 or past the cache is none; the token's scales when they lie outside of the record (MODEL1: 8 x e8m0)."""
         page_block_size, num_blocks = Uint32(params.kv_cache.shape[1]), Uint32(params.kv_cache.shape[0])
         base, page_stride = params.kv_cache.iterator.toint(), Int64(params.kv_cache.stride[0])
         if const_expr(params.extra_indices is not None):
@@ -553,7 +551,7 @@ class SparseDecode:
         self, params: Params, shared: Shared, part: Part, s_idx: Int32, w: Int32, half: Int32, lane: Int32, count: Int32,
         req: Int32, block: Int32, last: Int32, index: Int32, is_extra: Boolean,
     ):  # fmt: skip
-        """Copies the 16 records of convert's warp w of the block, if the partition has it, and loads the indices of the one behind it."""
+        """The `count`-th block, if the partition has it: copies its records for convert's warp w; the indices of the next."""
         if req <= part.end_req:
             src, mask, low, high = self.resolve(params, index, is_extra)
             req, block, last = self.next_block(params, part, req, block, last)
@@ -566,12 +564,12 @@ class SparseDecode:
         self, shared: Shared, w: Int32, half: Int32, lane: Int32, count: Int32, src: Int64, mask: Uint32,
         low: Uint32, high: Uint32,
     ):  # fmt: skip
-        """Starts the copies of 16 records of convert's warp w, when it has read the last ones.
+        """Starts the copies of one part of 16 records, when convert's warp w has read what was there.
 
-        Row r lies in slot r / 2 % 4 + 4 (r % 2) + 8 (r / 8). A skipped token's slot is filled with zeros: its P is 0, and 0 * NaN must
-        not reach O.
+        Part 0, the columns from 256 on with rope and scales, is read first and refilled first: by warpgroup 1, which has
+        nothing else to do then. Row r lies in slot r / 2 % 4 + 4 (r % 2) + 8 (r / 8). A skipped token's slot is filled with
+        zeros: its P is 0, and 0 * NaN must not reach O.
         """
-        # Part 0, the columns from 256 on with rope and scales, is read first: by the warpgroup that has the time then.
         piece = 1 - half
         cute.arch.mbarrier_wait(shared.raw_empty + (4 * piece + w), (count & 1) ^ 1)
         full = shared.raw_full + (4 * piece + w)
@@ -590,7 +588,7 @@ class SparseDecode:
             cute.arch.fence_proxy("async.shared", space="cta")  # zeros before a later fill's copy into the slot
         if (mask >> lane) & 1 == 1:
             bulk_copy_to_smem(first + slot * self.raw_pitch + start, src + start, size, Int32(full.toint()))
-        if const_expr(self.fmt.scale_bytes == 1):
+        if const_expr(self.fmt.scale_bytes == 1):  # noqa: SIM102  one is decided at compile time
             if (lane < 16) & (piece == 0):
                 scales = cute.make_rmem_tensor(2, Uint32)
                 scales[0], scales[1] = low, high
@@ -606,7 +604,7 @@ class SparseDecode:
         self, params: Params, s_idx: Int32, head_tile: Int32, t: Int32, mma_qk: cute.TiledMma,
         mma_rope: cute.TiledMma, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor, shared: Shared,
     ):  # fmt: skip
-        """K in bf16: into registers for S^T = K Q^T, into shared memory as V; softmax over keys; lse.
+        """K in fp16: into registers for S^T = K Q^T, into shared memory as V; softmax over keys; lse.
 
         Consumes the raw records (raw_full), Q; waits for v_empty and p_empty. Produces V, P, alpha, factor (p_full) and
         lse. Warp w owns keys 16w..16w+15 of a block, a lane columns 16 pc..16 pc + 15 of each tile of keys g and g + 8.
@@ -626,12 +624,11 @@ class SparseDecode:
         top_warp = Int32(shared.top.toint()) + w * (TILE_M * 4)
         top = cute.make_rmem_tensor(16, Float32)  # base 2, of heads 8 j + 2 pc + e at 2 j + e, as row_sum
         row_sum = cute.make_rmem_tensor(16, Float32)  # of heads 8 j + 2 pc + e at 2 j + e, over this lane's keys
-        alpha = cute.make_rmem_tensor(2, Float32)
 
         part = self.load_part(shared)
         if part.begin_req <= part.end_req:
             self.load_q(part.begin_req, s_idx, head_tile, w, tma_q, tma_mQ, shared)
-        zero = Uint32(params.metadata.shape[0]) >> 31
+        zero = Uint32(params.metadata.shape[0]) >> 31  # which the compiler does not know
         n, v_slot, v_phase, q_phase = Int32(0), Int32(0), Int32(1), Int32(0)
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, req)
@@ -686,7 +683,7 @@ class SparseDecode:
                     cute.make_tensor(shared.is_raised, 1)[0] = is_raised
                 cute.copy(copy_p, copy_p.retile(rP), copy_p.partition_D(sPT))
                 if block + 1 == last_block:
-                    buffer = exchange + 4 * TILE_M * 4
+                    buffer = exchange + 4 * TILE_M * 4  # not that of the maxima, which may still be read
                     self.share(self.over_keys(row_sum, lane, lambda a, b: a + b), buffer, w, lane)
                     cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
                     if w == 0:
@@ -772,7 +769,7 @@ class SparseDecode:
             loaded = []
             if is_stored and tile % 4 == 3:
                 v_slot += 1
-                wraps = v_slot == self.config.v_slots
+                wraps = v_slot == V_SLOTS
                 v_slot = cutlass.select_(wraps, Int32(0), v_slot)
                 v_phase = cutlass.select_(wraps, v_phase ^ 1, v_phase)
         warpgroup.wait_group(0)
@@ -1053,7 +1050,7 @@ class SparseDecode:
         self, params: Params, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, row: Int32, pc: Int32, half: Int32,
         accO: cute.Tensor, factor_0: Float32, factor_1: Float32,
     ):  # fmt: skip
-        """256 columns of O from registers to global memory: bf16, or fp32 for a piece.
+        """Half of O from registers to global memory: bf16, or fp32 for a piece.
 
         Element e + 2 r + 4 j of accO is row + 8 r, column 8 j + 2 pc + e. A quad of lanes holds 32 columns of a row in four
         groups of 8; as bf16 they are transposed, so that each lane stores 16 bytes.
@@ -1084,7 +1081,8 @@ class SparseDecode:
                     words = cute.make_rmem_tensor(4, Uint32)
                     words[0], words[1], words[2], words[3] = quad_transpose(pairs, pc)
                     if head < self.h_q:
-                        cute.autovec_copy(cute.recast_tensor(words, BFloat16), gO[None, (1 - half) * (HALF // 8) + 4 * group + pc])
+                        piece = gO[None, (1 - half) * (HALF // 8) + 4 * group + pc]
+                        cute.autovec_copy(cute.recast_tensor(words, BFloat16), piece)
 
 
 SparseDecode.kernel.set_name_prefix("mla_sparse_decode_sm90", remove_cutlass_symbol=True, keep_mangled_name=False)
