@@ -159,6 +159,7 @@ class NamedBarriers(enum.IntEnum):
     """Hardware barriers (0 is sync_threads)."""
 
     CONVERT = 1  # the 128 threads of convert among themselves
+    FIRST_Q = 2  # all threads: the first request's Q is converted
 
 
 class Part(NamedTuple):
@@ -460,8 +461,14 @@ class SparseDecode:
             work = self.work_range(params, part, req)
             block, last = work.first_block, work.last_block
         index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
-        fills = Int32(0)
-        for _ in cutlass.range(2 + half, unroll=1):
+        req, block, last, index, is_extra = self.fill(
+            params, shared, part, s_idx, w, half, lane, Int32(0), req, block, last, index, is_extra
+        )
+        if part.begin_req <= part.end_req:
+            cute.arch.mbarrier_wait(shared.q_full, 0)
+            self.convert_q(shared, WARPGROUP * (1 + half) + t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
+        fills = Int32(1)
+        for _ in cutlass.range(1 + half, unroll=1):
             req, block, last, index, is_extra = self.fill(
                 params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra
             )
@@ -638,7 +645,10 @@ class SparseDecode:
             row_sum.fill(0.0)
             cute.arch.mbarrier_wait(shared.q_full, q_phase)
             q_phase ^= 1
-            self.convert_q(shared, t)
+            if req == part.begin_req:  # with the help of math, which has nothing to do yet
+                self.convert_q(shared, t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
+            else:
+                self.convert_q(shared, t, WARPGROUP, NamedBarriers.CONVERT)
             for block in cutlass.range(first_block, last_block, unroll=1):
                 if (block + 1 == last_block) & (req < part.end_req):
                     self.prefetch_q(req + 1, s_idx, head_tile, w, tma_q, tma_mQ, shared)
@@ -955,31 +965,27 @@ class SparseDecode:
                 cute.prefetch(tma_q, tQgQ)
 
     @cute.jit
-    def convert_q(self, shared: Shared, t: Int32):
+    def convert_q(self, shared: Shared, t: Int32, num_threads: cutlass.Constexpr, barrier: cutlass.Constexpr):
         """Q / Q_SCALE in fp16 (V32's rope stays bf16), columns in the order of K's in its registers: a thread does whole rows
         of a tile, in place."""
-        row, swizzle = t % TILE_M, t & 7
+        row, swizzle, group, groups = t % TILE_M, t & 7, t // TILE_M, num_threads // TILE_M
         base = Int32(shared.sQ.iterator.toint()) + row * 128
         nope_tiles = self.fmt.d_nope // SW128_COLUMNS
-        rounds = nope_tiles // 2
-        tiles = [base + (2 * i + t // TILE_M) * (TILE_M * 128) for i in range(rounds)]
+        rounds = nope_tiles // groups
+        tiles = [base + (groups * i + group) * (TILE_M * 128) for i in range(rounds + 1)]
         ahead = load_row(tiles[0], swizzle)
         for i in cutlass.range_constexpr(rounds):
             chunks = ahead
             if const_expr(i + 1 < rounds):  # loaded before this one is stored, to cover the latency
                 ahead = load_row(tiles[i + 1], swizzle)
             self.store_q(tiles[i], swizzle, chunks, False)
-        rest = base + (2 * rounds + t // TILE_M) * (TILE_M * 128)
-        if const_expr(nope_tiles % 2 == 1):  # MODEL1: tile 6 and rope
-            if t < TILE_M:
-                self.store_q(rest, swizzle, load_row(rest, swizzle), False)
-            else:
-                self.store_q(rest, swizzle, load_row(rest, swizzle), True)
-        else:  # V32: rope
-            if t < TILE_M:
-                self.store_q(rest, swizzle, load_row(rest, swizzle), True)
+        rest = nope_tiles - rounds * groups  # and rope behind them
+        if group < rest:
+            self.store_q(tiles[rounds], swizzle, load_row(tiles[rounds], swizzle), False)
+        elif group == rest:
+            self.store_q(tiles[rounds], swizzle, load_row(tiles[rounds], swizzle), True)
         cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
-        cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=num_threads)
 
     def store_q(self, row: Int32, swizzle: Int32, chunks: list[cute.Tensor], is_rope: bool):
         """64 columns: position 16 s + 8 h + 2 j + e gets column 16 j + 4 s + 2 h + e; of rope column
