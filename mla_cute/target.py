@@ -79,9 +79,9 @@ def is_recorded(names: tuple[str, ...], arguments: tuple) -> bool:
         else:
             return False
     # torch excludes the key where the modes are not to see what is called: inside of the op, for one
-    if _len_torch_dispatch_stack() and not torch._C._dispatch_tls_is_dispatch_key_excluded(_PYTHON):
-        if any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING):
-            return True
+    is_seen = _len_torch_dispatch_stack() and not torch._C._dispatch_tls_is_dispatch_key_excluded(_PYTHON)
+    if is_seen and any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING):
+        return True
     tensors = [(name, t) for name, t in zip(names, arguments) if isinstance(t, torch.Tensor)]
     if _get_tracing_state() is not None:
         needed = "must not be traced by torch.jit.trace (torch.compile and torch.export take this call)"

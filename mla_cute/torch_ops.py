@@ -139,7 +139,7 @@ def _name_of_format(kv_format: Any) -> str:
     check_format(kv_format)
     known = FORMATS.get(kv_format.name)
     # One by one: Dynamo may have made symbols of them, which it compares, but not in dataclasses.
-    if known is None or any([getattr(known, f) != getattr(kv_format, f) for f in _fields_of(type(known))]):
+    if known is None or any(getattr(known, f) != getattr(kv_format, f) for f in _fields_of(type(known))):
         raise ValueError(f"kv_format: under torch.compile it must be mla_cute.V32 or mla_cute.MODEL1, got {kv_format}")
     return kv_format.name
 
