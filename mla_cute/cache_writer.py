@@ -7,14 +7,16 @@ which takes the same kernel for a whole cache.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 from torch.compiler import is_dynamo_compiling
 
 from .kv_cache import CACHE_DTYPES, FORMATS, KVFormat, check_format, new_cache, planes, quantize_by_torch
-from .target import Target, is_traced, target
-from .validate import ALIGN, INT32_MAX, check_dense, check_writable, num_bytes_of
+from .target import Target, is_recorded, target
+from .validate import ALIGN, INT32_MAX, check_has_memory, check_plain, check_writable, num_bytes_of
 
 MAX_TOKENS = 2**30  # of a call: the kernel counts them in 32 bits
 _MEMO_ENTRIES = 4096  # as in validate
@@ -52,7 +54,7 @@ def write_kv_cache(
 
     Raises ValueError or TypeError naming the argument, what is needed and what came, before anything is written.
     """
-    if is_dynamo_compiling() or is_traced(kv_cache):  # an op of a graph
+    if is_dynamo_compiling() or is_recorded(_NAMES, (kv_cache, latent, rope, slots)):  # an op of a graph
         from . import torch_ops
 
         return torch_ops.write_kv_cache(
@@ -123,7 +125,8 @@ class _Passed(NamedTuple):
 
 
 _NAMES = ("kv_cache", "latent", "rope", "slots")
-_passed: dict[tuple, _Passed] = {}
+_passed: dict[tuple, tuple[_Passed, Callable]] = {}  # and whether tensors are like those that passed: see validate
+_UNKNOWN = None, None
 
 
 def _check(kv_cache, latent, rope, slots, kv_format, scales) -> _Passed:
@@ -131,18 +134,21 @@ def _check(kv_cache, latent, rope, slots, kv_format, scales) -> _Passed:
     tensors = (kv_cache, latent, rope, slots)
     try:
         key = (*((t.shape, t.stride(), t.dtype, t.device) for t in tensors), kv_format, scales)
-        passed = _passed.get(key)
+        passed, is_like = _passed.get(key, _UNKNOWN)
     except (AttributeError, TypeError, RuntimeError):
-        key = passed = None  # something is no tensor, or has no strides: the checks say what
-    if passed is None:
+        key, (passed, is_like) = None, _UNKNOWN  # something is no tensor, or has no strides: the checks say what
+    if passed is None or not is_like(*tensors):
         passed = check_metadata(kv_cache, latent, rope, slots, kv_format, scales)
         if len(_passed) >= _MEMO_ENTRIES:
             _passed.clear()
         if key is not None:
-            _passed[key] = passed
+            guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            _passed[key] = passed, guard.check
 
     addresses = tuple(t.data_ptr() for t in tensors)
     for i, align in enumerate((ALIGN, ALIGN, ALIGN, slots.element_size())):
+        if not addresses[i]:
+            check_has_memory(_NAMES[i], tensors[i], addresses[i], passed.num_bytes[i])
         if addresses[i] % align:
             got = f"an address {addresses[i] % align} bytes past one"
             _no(_NAMES[i], f"first element must be {align}-byte aligned", got)
@@ -166,7 +172,7 @@ def check_no_grad(tensors: tuple[torch.Tensor, ...]) -> None:
 
 def check_metadata(kv_cache: Any, latent: Any, rope: Any, slots: Any, kv_format: Any, scales: Any) -> _Passed:
     # kv_cache [num_blocks, page_block_size, 1, bytes_per_token]
-    check_dense("kv_cache", kv_cache)
+    check_plain("kv_cache", kv_cache)
     _is_one_of("kv_cache", kv_cache, CACHE_DTYPES)
     formats = {fmt.bytes_per_token: fmt for fmt in FORMATS.values()}
     known = " or ".join(f"{n} ({fmt.name.upper()})" for n, fmt in formats.items())
@@ -197,7 +203,7 @@ def check_metadata(kv_cache: Any, latent: Any, rope: Any, slots: Any, kv_format:
     # the tokens
     _is_rows("latent", latent, fmt.d_nope, f"NoPE values of {fmt.name.upper()}")
     _is_rows("rope", rope, fmt.d_rope, f"RoPE values of {fmt.name.upper()}")
-    check_dense("slots", slots)
+    check_plain("slots", slots)
     _is_one_of("slots", slots, (torch.int64, torch.int32))
     n = latent.shape[0]
     if n > MAX_TOKENS:
@@ -221,7 +227,7 @@ def check_metadata(kv_cache: Any, latent: Any, rope: Any, slots: Any, kv_format:
 
 def _is_rows(name: str, t: Any, width: int, what: str) -> None:
     """[n, width] bf16 that 16-byte loads can read."""
-    check_dense(name, t)
+    check_plain(name, t)
     _is_one_of(name, t, (torch.bfloat16,))
     if t.dim() != 2 or t.shape[1] != width:
         _no(name, f"must be [n, {width}], the {what}", list(t.shape))

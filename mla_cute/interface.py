@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import jit
 from .schedule import DecodePlan, plan_decode
-from .target import DEFAULT_BACKEND, arch_of, is_traced, target
+from .target import DEFAULT_BACKEND, arch_of, target
 from .validate import Problem, check_sparse_decode
 
 IMPL_NAMES = ("Config", "default_config", "compile")  # what makes a module an implementation
@@ -61,7 +61,7 @@ def sparse_decode(
         indices: [b, s_q, topk] int32, page * page_block_size + offset (`to_cache_indices`), last dim contiguous, topk
             >= 1. Entries that are no token of the cache (negative, or num_blocks * page_block_size and more) are skipped
             wherever they stand, nothing is read for them; duplicates count each time.
-        softmax_scale: positive; default d_qk ** -0.5.
+        softmax_scale: positive, at most 2**123; default d_qk ** -0.5.
         topk_length: [b] int32; only the first topk_length[r] entries of request r's lists are looked at. Values are
             clamped to [0, topk].
         attn_sink: [h_q] fp32, natural-log units: one more logit a head, without a value. -inf has no effect, +inf gives
@@ -88,20 +88,37 @@ def sparse_decode(
     deterministic: the same bits for the same inputs and plan. Scratch: 2 * plan.num_parts * s_q * h_q * 513 fp32 values
     whatever b is (at most 35 MB on 132 SMs, for any s_q and h_q), nothing if num_parts is 1. There is no backward.
 
-    torch.compile(fullgraph=True) and torch.export make an op of the call, torch.ops.mla_cute.sparse_decode (see torch_ops).
-    There `impl` must be importable by its name, and the fields of `config` ints, bools, strings, None or tuples of them.
+    torch.compile(fullgraph=True), torch.export and make_fx make an op of the call, torch.ops.mla_cute.sparse_decode (see
+    torch_ops). There `impl` must be importable by its name, and the fields of `config` ints, bools, strings, None or tuples
+    of them.
 
     Numbers: K and V are rounded once (not at all for scales that are powers of two), to bf16 in the reference; Hopper's kernel
     multiplies in fp16, q / 16 by keys over a power of two of their own, and sums in fp32. So values of q from 2**20 on make
     their head's out and lse NaN, and below 2**-13 they lose bits; scales belong between 2**-60 and 2**60; and in out a key
-    loses bits if its probability times its largest scale is below 2**-21 of the list's largest such product.
+    loses bits if its probability times its largest scale is below 2**-21 of the list's largest such product, or in columns
+    whose scale is below 2**-26 of its largest.
 
     Raises ValueError or TypeError naming the argument, what is needed and what came; NotImplementedError when the
     device's architecture has no kernel or the DSL cannot compile it. All of them before anything is launched.
 
     The op, the cache format and the plan are those of DeepSeek's FlashMLA (`flash_mla_with_kvcache` with indices).
     """
-    if is_dynamo_compiling() or (type(q) is not torch.Tensor and is_traced(q)):  # an op of a graph
+    problem = None
+    if not is_dynamo_compiling():
+        problem = check_sparse_decode(
+            q,
+            kv_cache,
+            indices,
+            softmax_scale=softmax_scale,
+            topk_length=topk_length,
+            attn_sink=attn_sink,
+            extra_kv_cache=extra_kv_cache,
+            extra_indices=extra_indices,
+            extra_topk_length=extra_topk_length,
+            out=out,
+            lse=lse,
+        )
+    if problem is None:  # an op of a graph
         from . import torch_ops
 
         return torch_ops.sparse_decode(
@@ -121,19 +138,6 @@ def sparse_decode(
             out=out,
             lse=lse,
         )
-    problem = check_sparse_decode(
-        q,
-        kv_cache,
-        indices,
-        softmax_scale=softmax_scale,
-        topk_length=topk_length,
-        attn_sink=attn_sink,
-        extra_kv_cache=extra_kv_cache,
-        extra_indices=extra_indices,
-        extra_topk_length=extra_topk_length,
-        out=out,
-        lse=lse,
-    )
     if backend is None:
         backend = DEFAULT_BACKEND
     if isinstance(impl, str):  # in every call: a relative path is another file in another directory
@@ -283,11 +287,17 @@ def select_impl(
     the emulated one on the CPU with backend="emulator"), else what `sparse_decode` takes: a module, its importable name,
     or the path of its .py file.
 
-    Raises NotImplementedError when the architecture has no kernel, ValueError when `impl` cannot be found, TypeError
-    when it is no implementation.
+    Raises NotImplementedError when the architecture has no kernel, ValueError when there is no such device or `impl` cannot
+    be found, TypeError when it is no implementation.
     """
+    if not isinstance(device, (torch.device, str)):
+        raise TypeError(f"device: must be a torch.device or a str, got {type(device).__name__}")
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f'device: must be a device of torch such as "cuda" or "cpu", got {device!r}') from None
     if impl is None:
-        return _shipped_impl(torch.device(device), arch_of(torch.device(device), backend))
+        return _shipped_impl(device, arch_of(device, backend))
     module = _import(impl) if isinstance(impl, str) else impl
     missing = [name for name in IMPL_NAMES if not hasattr(module, name)]
     if missing:

@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from .target import target
-from .validate import INT32_MAX, check_dense, check_writable, num_bytes_of
+from .target import is_recorded, is_traced, target
+from .validate import INT32_MAX, check_has_memory, check_plain, check_writable, num_bytes_of
 
 E4M3_MAX = 448.0  # largest finite e4m3fn value
 E4M3_NAN = 0x7F  # the one NaN code the quantiser writes
@@ -138,6 +139,7 @@ def quantize_kv_cache(
     The kernel reads rows of keys (any distance apart, the same between all) and writes pages at addresses and strides that
     are multiples of 16 bytes: other `kv`, and an `out` that is not so, cost a copy. Work is queued on torch's current stream
     of kv's device, and only a tensor of scales is waited for. With the kernel the call may be captured in a CUDA graph.
+    In torch.compile, torch.export and make_fx the call is an op, whose format is V32 or MODEL1.
 
     Returns: `out`.
 
@@ -147,21 +149,52 @@ def quantize_kv_cache(
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, stride, device or scale.
     """
+    if is_dynamo_compiling() or is_recorded(("kv", "scales", "out"), (kv, scales, out)):  # an op of a graph
+        from . import torch_ops
+
+        return torch_ops.quantize_kv_cache(kv, kv_format=kv_format, scales=scales, out=out, backend=backend)
+    kv, scales, out = check_quantize(kv, kv_format, scales, out)
+    from . import cache_writer  # not at the top: it imports this module
+
+    where = target(kv.device, backend) if backend is not None or kv.device.type in ("cpu", "cuda") else None
+    if where is not None and cache_writer.has_kernel(where.arch):
+        if isinstance(scales, str) and kv.dtype == torch.bfloat16:
+            cache_writer.write_all(out, kv, kv_format, scales, where)
+            return out
+        if backend is not None:
+            got = f"{kv.dtype} and scales {scales if isinstance(scales, str) else 'in a tensor'}"
+            raise ValueError(f'backend: must be None but for bfloat16 keys with scales "pow2" or "amax", got {got}')
+    quantize_by_torch(kv, kv_format, scales, out)
+    return out
+
+
+def check_quantize(kv, kv_format, scales, out) -> tuple[torch.Tensor, str | torch.Tensor, torch.Tensor]:
+    """The checks of `quantize_kv_cache`: (kv, scales of their full shape, out, made if it was None).
+
+    Of tensors without memory, fake ones and those on the meta device, neither addresses nor scales are looked at.
+    """
     check_format(kv_format)
+    if isinstance(kv, torch.Tensor) and kv.is_neg():
+        kv = kv.resolve_neg()
     _check_tensor("kv", kv, (torch.bfloat16, torch.float16, torch.float32))
     if kv.ndim != 4 or kv.shape[2] != 1 or kv.shape[3] != kv_format.d_qk or kv.shape[1] < 1:
         raise ValueError(f"kv: must be [num_blocks, page_block_size >= 1, 1, {kv_format.d_qk}], got {list(kv.shape)}")
     num_blocks, page = kv.shape[:2]
+    has_memory = kv.device.type != "meta" and not is_traced(kv)
+    if has_memory:
+        check_has_memory("kv", kv, kv.data_ptr(), num_bytes_of(kv))
     if isinstance(scales, torch.Tensor):
+        if scales.is_neg():
+            scales = scales.resolve_neg()
         _check_tensor("scales", scales, (torch.float32,), device=kv.device)
         shape = (num_blocks, page, 1, kv_format.num_scales)
         try:
             scales = scales.broadcast_to(shape)
         except RuntimeError:
             raise ValueError(f"scales: must broadcast to {list(shape)}, got {list(scales.shape)}") from None
-        if bool((scales <= 0).any()):
+        if has_memory and bool((scales <= 0).any()):
             raise ValueError(f"scales: must be positive, got {float(scales[scales <= 0][0])}")
-        if kv_format.scale_bytes == 1:
+        if has_memory and kv_format.scale_bytes == 1:
             bits = scales.view(torch.int32)
             other = (bits & 0x7FFFFF != 0) & (bits != FP32_E8M0_ZERO) & ~scales.isnan()
             if bool(other.any()):
@@ -183,24 +216,13 @@ def quantize_kv_cache(
     if out.device != kv.device:
         raise ValueError(f"out: must be on kv's device {kv.device}, got {out.device}")
     check_writable("out", out)
-    if given and kv.device.type != "meta":
+    if given and has_memory:
         at, at_out, size, size_out = kv.data_ptr(), out.data_ptr(), num_bytes_of(kv), num_bytes_of(out)
+        check_has_memory("out", out, at_out, size_out)
         if at < at_out + size_out and at_out < at + size:
             got = f"{size_out} bytes at {at_out:#x} and {size} bytes at {at:#x}"
             raise ValueError(f"out: must not overlap kv from first to last byte, got {got}")
-
-    from . import cache_writer  # not at the top: it imports this module
-
-    where = target(kv.device, backend) if backend is not None or kv.device.type in ("cpu", "cuda") else None
-    if where is not None and cache_writer.has_kernel(where.arch):
-        if isinstance(scales, str) and kv.dtype == torch.bfloat16:
-            cache_writer.write_all(out, kv, kv_format, scales, where)
-            return out
-        if backend is not None:
-            got = f"{kv.dtype} and scales {scales if isinstance(scales, str) else 'in a tensor'}"
-            raise ValueError(f'backend: must be None but for bfloat16 keys with scales "pow2" or "amax", got {got}')
-    quantize_by_torch(kv, kv_format, scales, out)
-    return out
+    return kv, scales, out
 
 
 def new_cache(num_blocks: int, page: int, fmt: KVFormat, device: torch.device) -> torch.Tensor:
@@ -274,8 +296,8 @@ def to_cache_indices(token_positions: torch.Tensor, block_table: torch.Tensor, p
     Returns: int32 [b, s_q, topk]: block_table[r, pos // page] * page + pos % page, and -1 for none.
 
     Raises TypeError for wrong types or dtypes, ValueError for wrong shapes; on the CPU also ValueError for a position
-    behind the table's last page or a result beyond int32 (on other devices values are trusted: checking them would
-    stall the stream).
+    behind the table's last page or a result beyond int32 (on other devices, and in torch.compile, torch.export and make_fx,
+    values are trusted: checking them would stall the stream or the trace).
     """
     _check_tensor("token_positions", token_positions, (torch.int32, torch.int64))
     _check_tensor("block_table", block_table, (torch.int32,), device=token_positions.device)
@@ -291,7 +313,9 @@ def to_cache_indices(token_positions: torch.Tensor, block_table: torch.Tensor, p
     if block_table.ndim != 2 or block_table.shape[0] != b or block_table.shape[1] < 1:
         raise ValueError(f"block_table: must be [b = {b}, max_blocks >= 1], got {list(block_table.shape)}")
     pos = token_positions.long()
-    on_cpu = pos.device.type == "cpu" and pos.numel() > 0
+    # A graph holds for values that are not there yet.
+    is_graph = is_dynamo_compiling() or is_recorded(("token_positions", "block_table"), (token_positions, block_table))
+    on_cpu = not is_graph and pos.device.type == "cpu" and pos.numel() > 0
     capacity = block_table.shape[1] * page_block_size
     if on_cpu and int(pos.max()) >= capacity:
         raise ValueError(
@@ -344,23 +368,18 @@ def _scale_values(raw: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
 def planes(cache: torch.Tensor, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a checked cache without the gaps: codes, scales and RoPE, each uint8 [num_blocks, page, bytes]."""
     num_blocks, page = cache.shape[:2]
-    raw, start = cache.view(torch.uint8), cache.storage_offset()
-    if fmt.scale_plane:
-        scale_bytes = scale_row = fmt.scale_row_bytes  # with the padding
-        scale_offset = page * fmt.row_bytes + fmt.scale_offset
+    raw = cache.view(torch.uint8)[:, :, 0]
+    if not fmt.scale_plane:
+        rows, scales, scale_bytes = raw, raw, fmt.num_scales * fmt.scale_bytes
     else:
-        scale_bytes, scale_row, scale_offset = fmt.num_scales * fmt.scale_bytes, fmt.row_bytes, fmt.scale_offset
-    if num_blocks == 0:
-        empty = raw.new_empty(0)
-        return tuple(empty.view(0, page, n) for n in (fmt.d_nope, scale_bytes, fmt.rope_bytes))
-
-    def plane(nbytes: int, offset: int, row: int) -> torch.Tensor:
-        return raw.as_strided((num_blocks, page, nbytes), (cache.stride(0), row, 1), start + offset)
-
+        raw = raw.view(num_blocks, page * fmt.bytes_per_token)  # the bytes of a page are next to one another
+        rows, scales = raw.split([page * fmt.row_bytes, page * fmt.scale_row_bytes], 1)
+        rows, scales = rows.unflatten(1, (page, fmt.row_bytes)), scales.unflatten(1, (page, fmt.scale_row_bytes))
+        scale_bytes = fmt.scale_row_bytes  # with the padding
     return (
-        plane(fmt.d_nope, fmt.nope_offset, fmt.row_bytes),
-        plane(scale_bytes, scale_offset, scale_row),
-        plane(fmt.rope_bytes, fmt.rope_offset, fmt.row_bytes),
+        rows[..., fmt.nope_offset : fmt.nope_offset + fmt.d_nope],
+        scales[..., fmt.scale_offset : fmt.scale_offset + scale_bytes],
+        rows[..., fmt.rope_offset : fmt.rope_offset + fmt.rope_bytes],
     )
 
 
@@ -378,7 +397,7 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check_tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
-    check_dense(name, x)
+    check_plain(name, x)
     if x.dtype not in dtypes:
         raise TypeError(f"{name}: dtype must be {' or '.join(map(str, dtypes))}, got {x.dtype}")
     if device is not None and x.device != device:

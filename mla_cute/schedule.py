@@ -20,8 +20,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from . import reference
-from .target import Target, is_traced, target
-from .validate import FORMATS, INT32_MAX, MAX_HEADS, MAX_S_Q, MAX_TOPK, Problem, check_dense, check_int
+from .target import Target, is_recorded, is_traced, target
+from .validate import FORMATS, INT32_MAX, MAX_HEADS, MAX_S_Q, MAX_TOPK, Problem, check_dense, check_int, check_plain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,6 +63,8 @@ class DecodePlan:
         if self.num_splits.device != self.metadata.device:
             got = self.num_splits.device
             raise ValueError(f"num_splits: must be on the device of metadata ({self.device}), got {got}")
+        if is_traced(self.num_splits):
+            raise TypeError("num_splits: must be a tensor with memory as metadata is, got a FakeTensor")
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +74,7 @@ class DecodePlan:
     def kind(self) -> object:
         """One object for all plans that differ in their tensors alone: what one of them fits, the others fit."""
         key = (
+            *(type(self.metadata), type(self.num_splits)),  # a fake one fits no real call
             *(self.b, self.s_q, self.h_q, self.topk, self.has_topk_length, self.extra_topk, self.has_extra_topk_length),
             *(self.num_parts, self.config, self.device),
         )
@@ -100,6 +103,8 @@ class DecodePlan:
         config: the call's; None when the call takes the plan's own. Costs about 1 us. The lengths themselves are on the
         device and are not compared.
         """
+        if is_traced(self.metadata) or is_traced(self.num_splits):
+            raise TypeError("plan: must hold tensors with memory, as those of the call are, got fake ones")
         if (
             (b, s_q, h_q, topk, has_topk_length) == (self.b, self.s_q, self.h_q, self.topk, self.has_topk_length)
             and (extra_topk, has_extra_topk_length) == (self.extra_topk, self.has_extra_topk_length)
@@ -155,6 +160,9 @@ register_pytree_node(
 )
 
 
+_NAMES = ("q", "indices", "topk_length", "extra_indices", "extra_topk_length")
+
+
 def plan_decode(
     q: torch.Tensor,
     indices: torch.Tensor,
@@ -193,7 +201,8 @@ def plan_decode(
     Raises ValueError or TypeError naming the argument, NotImplementedError for a device without a kernel. The planner's
     kernel counts costs in 32 bits: b * (blocks of topk and extra_topk + fixed_overhead_blocks) must be below about 2**30.
     """
-    if is_dynamo_compiling() or is_traced(q):  # an op of a graph
+    tensors = q, indices, topk_length, extra_indices, extra_topk_length
+    if is_dynamo_compiling() or is_recorded(_NAMES, tensors):  # an op of a graph
         from . import torch_ops
 
         return torch_ops.plan_decode(
@@ -295,7 +304,7 @@ def _check(q, indices, topk_length, extra_indices, extra_topk_length) -> tuple[i
     ):
         if t is None and name in options:
             continue
-        check_dense(name, t)
+        check_plain(name, t)
         if t.dim() != dims.count(",") + 1:
             raise ValueError(f"{name}: must be {dims}, got shape {list(t.shape)}")
         if t.device != q.device:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch._C._dynamo import guards
 
 from . import jit
@@ -63,6 +64,41 @@ def is_traced(t: object) -> bool:
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return isinstance(t, (FakeTensor, FunctionalTensor))
+
+
+def is_recorded(names: tuple[str, ...], arguments: tuple) -> bool:
+    """Whether a graph records a call with these tensors (None and others do not count): then it is to be an op of it.
+
+    So it is while torch.export or make_fx trace, and with fake tensors. Raises TypeError naming an argument that cannot be
+    traced: a fake tensor beside real ones, or anything while torch.jit.trace runs.
+    """
+    if not _len_torch_dispatch_stack() and _get_tracing_state() is None:
+        for t in arguments:
+            if type(t) is not torch.Tensor and t is not None:
+                break
+        else:
+            return False
+    # torch excludes the key where the modes are not to see what is called: inside of the op, for one
+    is_seen = _len_torch_dispatch_stack() and not torch._C._dispatch_tls_is_dispatch_key_excluded(_PYTHON)
+    if is_seen and any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING):
+        return True
+    tensors = [(name, t) for name, t in zip(names, arguments) if isinstance(t, torch.Tensor)]
+    if _get_tracing_state() is not None:
+        needed = "must not be traced by torch.jit.trace (torch.compile and torch.export take this call)"
+        raise TypeError(f"{names[0]}: {needed}, got a {type(arguments[0]).__name__} while it runs")
+    if all(type(t) is torch.Tensor for _, t in tensors):
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    fakes = [(name, t) for name, t in tensors if isinstance(t, FakeTensor)]
+    reals = [name for name, t in tensors if t.numel() and not is_traced(t)]
+    if fakes and reals and not fakes[0][1].fake_mode.allow_non_fake_inputs:
+        raise TypeError(f"{fakes[0][0]}: must be a tensor with memory as {reals[0]} is, got a FakeTensor")
+    return any(is_traced(t) for _, t in tensors)
+
+
+_PYTHON = torch._C.DispatchKey.Python
+_TRACING = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("PROXY", "FAKE", "FUNCTIONAL"))
 
 
 def arch_of(device: torch.device, backend: str | None = None) -> str:

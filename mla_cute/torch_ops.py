@@ -1,6 +1,6 @@
-"""torch.compile and torch.export: the public functions as ops of a graph, `torch.ops.mla_cute.*`.
+"""torch.compile, torch.export and make_fx: the public functions as ops of a graph, `torch.ops.mla_cute.*`.
 
-    traced call of sparse_decode, plan_decode or write_kv_cache ──► its namesake here ──► op in the graph
+    traced call of sparse_decode, plan_decode, write_kv_cache or quantize_kv_cache ──► its namesake here ──► op in the graph
     graph runs ──► op ──► the public function
 
 An op takes what a graph can hold: of a plan its tensors and ints, of an implementation its name, of a config its text.
@@ -24,7 +24,8 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import cache_writer, interface, schedule
-from .kv_cache import FORMATS, check_format
+from . import kv_cache as quantizer
+from .kv_cache import FORMATS, V32, check_format
 from .schedule import DecodePlan
 from .validate import D_V, check_metadata
 
@@ -36,6 +37,8 @@ _OPTIONS = (
     "Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
     f"{_PLAN}, {_HOW}"
 )
+# scale_values: instead of a rule for the scales
+_QUANTIZE = 'str? kv_format=None, str scales="pow2", Tensor? scale_values=None, str? backend=None'
 _SCHEMAS = {
     "sparse_decode": f"(Tensor q, Tensor kv_cache, Tensor indices, *, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     # Dynamo refuses a keyword `out` that is not contiguous: here it is passed by position.
@@ -45,6 +48,8 @@ _SCHEMAS = {
     f"Tensor? extra_topk_length=None, {_HOW}) -> (Tensor metadata, Tensor num_splits)",
     "write_kv_cache": "(Tensor(a!) kv_cache, Tensor latent, Tensor rope, Tensor slots, *, str? kv_format=None, "
     'str scales="pow2", str? backend=None) -> ()',
+    "quantize_kv_cache": f"(Tensor kv, *, {_QUANTIZE}) -> Tensor",
+    "quantize_kv_cache_out": f"(Tensor kv, Tensor(a!) out, *, {_QUANTIZE}) -> ()",
 }
 
 
@@ -92,12 +97,22 @@ def plan_decode(q, indices, *, topk_length, extra_indices, extra_topk_length, co
 
 
 def write_kv_cache(kv_cache, latent, rope, slots, *, kv_format, scales, backend) -> None:
-    if kv_format is not None:
-        check_format(kv_format)
-        kv_format = kv_format.name
-    torch.ops.mla_cute.write_kv_cache(
-        kv_cache, latent, rope, slots, kv_format=kv_format, scales=scales, backend=backend
-    )
+    name = None if kv_format is None else _name_of_format(kv_format)
+    _is_rule(scales, '"pow2" or "amax"')
+    torch.ops.mla_cute.write_kv_cache(kv_cache, latent, rope, slots, kv_format=name, scales=scales, backend=backend)
+
+
+def quantize_kv_cache(kv, *, kv_format, scales, out, backend) -> torch.Tensor:
+    options = {"kv_format": _name_of_format(kv_format), "backend": backend}
+    if isinstance(scales, torch.Tensor):
+        options["scale_values"] = scales
+    else:
+        _is_rule(scales, '"pow2", "amax" or a fp32 tensor')
+        options["scales"] = scales
+    if out is None:
+        return torch.ops.mla_cute.quantize_kv_cache(kv, **options)
+    torch.ops.mla_cute.quantize_kv_cache_out(kv, out, **options)
+    return out
 
 
 @torch.compiler.assume_constant_result
@@ -118,6 +133,20 @@ def _name_of(impl: ModuleType | str | None) -> str | None:
     if sys.modules.get(name) is not impl:
         raise ValueError(f"impl: under torch.compile it must be importable by its name, got {name}, which is not")
     return name
+
+
+def _name_of_format(kv_format: Any) -> str:
+    check_format(kv_format)
+    known = FORMATS.get(kv_format.name)
+    # One by one: Dynamo may have made symbols of them, which it compares, but not in dataclasses.
+    if known is None or any(getattr(known, f) != getattr(kv_format, f) for f in _fields_of(type(known))):
+        raise ValueError(f"kv_format: under torch.compile it must be mla_cute.V32 or mla_cute.MODEL1, got {kv_format}")
+    return kv_format.name
+
+
+def _is_rule(scales: Any, needed: str) -> None:
+    if not isinstance(scales, str):
+        raise TypeError(f"scales: must be {needed}, got {type(scales).__name__}")
 
 
 def _text_of(name: str, config: Any) -> str | None:
@@ -159,7 +188,16 @@ def _config_of(name: str, text: str, kind: type) -> Any:
     written, _, fields = text.partition("{")
     if written != f"{kind.__module__}.{kind.__qualname__}":
         raise TypeError(f"{name}: must be a {kind.__module__}.{kind.__qualname__}, got a {written}")
-    config = kind(**ast.literal_eval("{" + fields))
+    try:
+        values = ast.literal_eval("{" + fields)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        values = None
+    if not isinstance(values, dict) or not all(isinstance(field, str) for field in values):
+        raise ValueError(f"{name}: must be the name of a class and the dict of its fields, got {text!r}")
+    try:
+        config = kind(**values)
+    except TypeError as e:
+        raise ValueError(f"{name}: must have the fields of {written} ({e}), got {text!r}") from None
     if _text_of(name, config) != text:
         raise ValueError(f"{name}: under torch.compile it must be equal to one made from its fields, got {text}")
     return config
@@ -204,10 +242,36 @@ def unflatten(children: Iterable, context: tuple) -> DecodePlan:
 @torch.compiler.assume_constant_result
 def _config_named(text: str) -> Any:
     module, _, name = text.partition("{")[0].rpartition(".")
-    return _config_of("plan.config", text, getattr(importlib.import_module(module), name))
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):  # ValueError: no module's name at all
+        raise ValueError(f"plan.config: must begin with the name of an importable class, got {text!r}") from None
+    return _config_of("plan.config", text, kind)
 
 
 # ----- the ops --------------------------------------------------------------------------------------------------------
+
+
+_PLAN_SHAPE = ("b", "s_q", "h_q", "topk", "has_topk_length", "extra_topk", "has_extra_topk_length")
+
+
+def _check_parts(plan_metadata, plan_num_splits, plan_shape, plan_config) -> None:
+    """Raise ValueError unless they are all of a plan, or nothing."""
+    parts = {
+        "plan_metadata": plan_metadata,
+        "plan_num_splits": plan_num_splits,
+        "plan_shape": plan_shape,
+        "plan_config": plan_config,
+    }
+    given = [name for name, value in parts.items() if value is not None]
+    missing = [name for name, value in parts.items() if value is None]
+    if given and missing:
+        raise ValueError(f"{missing[0]}: must be given with {' and '.join(given)}, got None")
+    if given and len(plan_shape) != len(_PLAN_SHAPE):
+        raise ValueError(f"plan_shape: must be [{', '.join(_PLAN_SHAPE)}], got {list(plan_shape)}")
+    for name, dims in (("plan_metadata", "[P, 8]"), ("plan_num_splits", "[b + 1]")):
+        if given and parts[name].dim() != dims.count(",") + 1:
+            raise ValueError(f"{name}: must be int32 {dims}, got shape {list(parts[name].shape)}")
 
 
 def _sparse_decode(
@@ -225,6 +289,7 @@ def _sparse_decode(
     **options,
 ):
     plan = None
+    _check_parts(plan_metadata, plan_num_splits, plan_shape, plan_config)
     if config is not None or plan_metadata is not None:
         kind = interface.select_impl(q.device, impl, backend).Config
     if plan_metadata is not None:
@@ -256,6 +321,26 @@ def _write_kv_cache(kv_cache, latent, rope, slots, *, kv_format=None, scales="po
     cache_writer.write_kv_cache(kv_cache, latent, rope, slots, kv_format=fmt, scales=scales, backend=backend)
 
 
+def _quantize_kv_cache(kv, **options):
+    return _quantize(kv, None, **options)
+
+
+def _quantize_kv_cache_out(kv, out, **options) -> None:
+    _quantize(kv, out, **options)
+
+
+def _quantize(kv, out, *, kv_format=None, scales="pow2", scale_values=None, backend=None):
+    fmt, scales = _quantize_options(kv_format, scales, scale_values)
+    return quantizer.quantize_kv_cache(kv, kv_format=fmt, scales=scales, out=out, backend=backend)
+
+
+def _quantize_options(kv_format, scales, scale_values) -> tuple:
+    """(KVFormat, scales) as the public function has them."""
+    if scale_values is not None and scales != "pow2":
+        raise ValueError(f'scale_values: must be None when scales says "{scales}", got a tensor')
+    return V32 if kv_format is None else _format_of(kv_format), scales if scale_values is None else scale_values
+
+
 def _format_of(name: str):
     if name not in FORMATS:
         raise ValueError(f"kv_format: must be {' or '.join(FORMATS)}, got {name}")
@@ -285,9 +370,13 @@ def _fake_sparse_decode_out(
     extra_kv_cache=None,
     extra_indices=None,
     extra_topk_length=None,
+    plan_metadata=None,
+    plan_num_splits=None,
     plan_shape=None,
+    plan_config=None,
     **_,
 ) -> None:
+    _check_parts(plan_metadata, plan_num_splits, plan_shape, plan_config)
     extra = extra_kv_cache, extra_indices, extra_topk_length
     # A symbol in its place is looked at when it has a value.
     scale = softmax_scale if isinstance(softmax_scale, (int, float)) else None
@@ -327,6 +416,14 @@ def _fake_write_kv_cache(kv_cache, latent, rope, slots, *, kv_format=None, scale
     fmt = None if kv_format is None else _format_of(kv_format)
     cache_writer.check_metadata(kv_cache, latent, rope, slots, fmt, scales)
     cache_writer.check_no_grad((kv_cache, latent, rope, slots))
+
+
+def _fake_quantize_kv_cache(kv, *, kv_format=None, scales="pow2", scale_values=None, backend=None):
+    return quantizer.check_quantize(kv, *_quantize_options(kv_format, scales, scale_values), None)[2]
+
+
+def _fake_quantize_kv_cache_out(kv, out, *, kv_format=None, scales="pow2", scale_values=None, backend=None) -> None:
+    quantizer.check_quantize(kv, *_quantize_options(kv_format, scales, scale_values), out)
 
 
 _library = torch.library.Library("mla_cute", "DEF")  # the ops live as long as this object

@@ -4,18 +4,26 @@ Messages read `argument: what is needed, got what came`; a wrong type or dtype i
 stride or device a ValueError. Nothing here reads a tensor's contents, so nothing waits for a GPU: indices and lengths
 are trusted.
 
-Speed: a call with a ready plan has about 20 us of host time in all, so a call whose metadata (shapes, strides, dtypes,
-devices, which options are present) passed before is only looked up. Addresses, the scale and requires_grad are not part
-of that key and are looked at every time.
+Speed: a call with a ready plan has about 20 us of host time in all, so a call whose tensors are like those of one that
+passed is only compared with it, by torch.compile's own guard: one C++ call for types, shapes, strides, dtypes, devices
+and dispatch keys, which also say whether a tensor is fake, wrapped by torch.func or a negative view, and whether this
+thread is being traced. Addresses and the scale are looked at every time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch._C import _len_torch_dispatch_stack
+from torch._C._dynamo.guards import TensorGuards, _empty_strided_cpu
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.compiler import is_dynamo_compiling
+
+from .target import is_recorded
 
 HEAD_TILE = 64  # query heads of one CTA tile: the M of one warpgroup MMA
 MAX_HEADS = 128  # two CTA tiles of heads
@@ -26,7 +34,8 @@ WORD = 4  # bytes: what a load or store of one int32 or fp32 asks of the other a
 INT32_MAX = 2**31 - 1
 TMA_REACH = 2**40  # bytes: a stride of q or out must be less
 MAX_TOPK = 2**31 - 64  # whole blocks of 64 keys: the last position of the last block is an int32
-SCALE_MIN, SCALE_MAX = 2.0**-126, 3.4028234663852886e38  # normal fp32 numbers: the kernels take the scale as fp32
+# The kernels take the scale as fp32: a normal number, and so large that times 16 * log2(e), as Hopper's has it, it is finite.
+SCALE_MIN, SCALE_MAX = 2.0**-126, 2.0**123
 _CACHE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)  # three names for one byte
 _MEMO_ENTRIES = 4096  # shapes of a long-running server: bounded, then forgotten and checked again
 
@@ -86,89 +95,78 @@ def check_sparse_decode(
     extra_topk_length: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> Problem:
+) -> Problem | None:
     """Check the arguments of `mla_cute.sparse_decode` (shapes and units there) and say which problem they are.
 
-    Returns the `Problem`. Raises ValueError or TypeError whose message names the argument, what is needed and what
-    came. Costs about 3 us (6 with out and lse, 2 more with extra keys) when the same metadata passed before. Works on the
-    CPU and on CUDA alike; reads no tensor contents.
+    Returns the `Problem`, or None without a check when a graph records the call (`is_recorded`). Raises ValueError or
+    TypeError whose message names the argument, what is needed and what came. Costs about 2 us (4 with out and lse) when a
+    call like it passed before. Works on the CPU and on CUDA alike; reads no tensor contents.
     """
-    global _last
+    tensors = (
+        q,
+        kv_cache,
+        indices,
+        _ABSENT[0] if topk_length is None else topk_length,
+        _ABSENT[1] if attn_sink is None else attn_sink,
+        _ABSENT[2] if out is None else out,
+        _ABSENT[3] if lse is None else lse,
+    )
+    has_extra, at_extra = False, ()
+    if extra_kv_cache is not None or extra_indices is not None or extra_topk_length is not None:
+        has_extra = True
+        tensors += (extra_kv_cache, extra_indices, _ABSENT[4] if extra_topk_length is None else extra_topk_length)
     try:
-        extra, at_extra = None, ()
-        if extra_kv_cache is not None or extra_indices is not None or extra_topk_length is not None:
-            extra = (
-                _metadata(extra_kv_cache),
-                _metadata(extra_indices),
-                None if extra_topk_length is None else _metadata(extra_topk_length),
-            )
-            at_extra = (
-                extra_kv_cache.data_ptr(),
-                extra_indices.data_ptr(),
-                0 if extra_topk_length is None else extra_topk_length.data_ptr(),
-            )
-        key = (
-            q.shape,
-            q.stride(),
-            q.dtype,
-            q.device,
-            kv_cache.shape,
-            kv_cache.stride(),
-            kv_cache.dtype,
-            kv_cache.device,
-            indices.shape,
-            indices.stride(),
-            indices.dtype,
-            indices.device,
-            None if topk_length is None else _metadata(topk_length),
-            None if attn_sink is None else _metadata(attn_sink),
-            extra,
-            None if out is None else _metadata(out),
-            None if lse is None else _metadata(lse),
-        )
-        last, passed = _last
-        if key != last:
-            passed = _passed.get(key)
-            if passed is not None:
-                _last = key, passed
-        at_out, at_lse = 0 if out is None else out.data_ptr(), 0 if lse is None else lse.data_ptr()
-        at_length = 0 if topk_length is None else topk_length.data_ptr()
-        at_sink = 0 if attn_sink is None else attn_sink.data_ptr()
-        at_q, at_cache, at_indices = q.data_ptr(), kv_cache.data_ptr(), indices.data_ptr()
+        is_like_last, passed = _last
         if (
-            passed is not None
-            and not (at_q | at_cache | at_out) % ALIGN
-            and not (at_indices | at_length | at_sink | at_lse) % WORD
-            and (extra is None or not (at_extra[0] % ALIGN or (at_extra[1] | at_extra[2]) % WORD))
-            and (softmax_scale is None or (type(softmax_scale) is float and SCALE_MIN <= softmax_scale <= SCALE_MAX))
-            and not (
-                torch.is_grad_enabled()
-                and (
-                    q.requires_grad
-                    or kv_cache.requires_grad
-                    or (attn_sink is not None and attn_sink.requires_grad)
-                    or (extra is not None and extra_kv_cache.requires_grad)
-                    or (out is not None and out.requires_grad)
-                    or (lse is not None and lse.requires_grad)
-                )
-            )
-            and (
-                (out is None and lse is None)
-                or not _overlap(
-                    (at_lse, at_out, at_q, at_cache, at_indices, at_length, at_sink) + at_extra, passed.num_bytes
-                )
-            )
+            passed is None
+            or has_extra is not passed.problem.has_extra
+            or not is_like_last(*tensors)
+            or _len_torch_dispatch_stack()  # the guard does not look at the modes of torch.export and make_fx
         ):
-            return passed.problem
-    except (AttributeError, TypeError, RuntimeError):
-        key = None  # something is no tensor, or has no strides: the checks below say what
+            extra = extra_kv_cache, extra_indices, extra_topk_length
+            if is_recorded(_CALL, (q, kv_cache, indices, topk_length, attn_sink, out, lse, *extra)):
+                return None
+            passed = _find(tensors)
+        if passed is not None:
+            # An absent tensor is at an aligned address that is not null, and has no bytes.
+            at_length = ALIGN if topk_length is None else topk_length.data_ptr()
+            at_sink = ALIGN if attn_sink is None else attn_sink.data_ptr()
+            at_out, at_lse = ALIGN if out is None else out.data_ptr(), ALIGN if lse is None else lse.data_ptr()
+            at_q, at_cache, at_indices = q.data_ptr(), kv_cache.data_ptr(), indices.data_ptr()
+            if has_extra:
+                at_extra = (
+                    extra_kv_cache.data_ptr(),
+                    extra_indices.data_ptr(),
+                    ALIGN if extra_topk_length is None else extra_topk_length.data_ptr(),
+                )
+            if (
+                not (at_q | at_cache | at_out) % ALIGN
+                and not (at_indices | at_length | at_sink | at_lse) % WORD
+                and not (has_extra and (at_extra[0] % ALIGN or (at_extra[1] | at_extra[2]) % WORD))
+                and (
+                    (
+                        (at_q and at_cache and at_indices and at_length and at_sink and at_out and at_lse)
+                        and not (has_extra and 0 in at_extra)
+                    )
+                    or not _has_null(
+                        (at_lse, at_out, at_q, at_cache, at_indices, at_length, at_sink) + at_extra, passed.num_bytes
+                    )
+                )
+                and (softmax_scale is None or (type(softmax_scale) is float and SCALE_MIN <= softmax_scale <= SCALE_MAX))
+                and not (passed.requires_grad and torch.is_grad_enabled())
+                and (
+                    (out is None and lse is None)
+                    or not _overlap(
+                        (at_lse, at_out, at_q, at_cache, at_indices, at_length, at_sink) + at_extra, passed.num_bytes
+                    )
+                )
+            ):
+                return passed.problem
+    except (AttributeError, RuntimeError):
+        pass  # something is no tensor, or has no strides: the checks below say what
     extra = extra_kv_cache, extra_indices, extra_topk_length
     passed = _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, extra, out, lse)
-    if key is not None:
-        if len(_passed) >= _MEMO_ENTRIES:
-            _passed.clear()
-        _passed[key] = passed
-    return passed.problem
+    return _keep(tensors, passed).problem
 
 
 class _Passed(NamedTuple):
@@ -176,6 +174,8 @@ class _Passed(NamedTuple):
 
     problem: Problem  # an object of its own for each
     num_bytes: tuple[int, ...]  # from the first to the last byte of each tensor, in the order of _TENSORS
+    requires_grad: bool = True  # whether one of the tensors that passed did
+    is_like: Callable[..., bool] | None = None  # whether tensors are like them
 
 
 # The outputs first; the last three only where there are extra keys.
@@ -183,9 +183,63 @@ _TENSORS = (
     *("lse", "out", "q", "kv_cache", "indices", "topk_length", "attn_sink"),
     *("extra_kv_cache", "extra_indices", "extra_topk_length"),
 )
+_CALL = (
+    *("q", "kv_cache", "indices", "topk_length", "attn_sink", "out", "lse"),
+    *("extra_kv_cache", "extra_indices", "extra_topk_length"),
+)
 _ALIGNED = ("out", "q", "kv_cache", "extra_kv_cache")  # to 16 bytes, the others to 4
 _passed: dict[tuple, _Passed] = {}
-_last: tuple[tuple | None, _Passed | None] = None, None  # the newest of them: comparing is cheaper than hashing
+_last: tuple[Callable[..., bool] | None, _Passed | None] = None, None  # the newest of them
+
+
+class _Absent(torch.Tensor):
+    """A type that no tensor of a call has; each object stands for one argument that was not passed."""
+
+
+_ABSENT = tuple(torch.Tensor._make_subclass(_Absent, _empty_strided_cpu((0,), (1,), torch.uint8)) for _ in range(5))
+
+
+def _find(tensors: tuple) -> _Passed | None:
+    """What is known of tensors of this metadata, which becomes the newest; None for a call that must be checked."""
+    global _last
+    try:
+        passed = _passed.get(_key(tensors))
+    except (AttributeError, TypeError, RuntimeError):
+        return None  # something is no tensor, or has no strides
+    if passed is None or not passed.is_like(*_distinct(tensors)):
+        return None  # new, or like those that passed in its shapes alone: fake, say, or called in another mode of torch
+    _last = passed.is_like, passed
+    return passed
+
+
+def _keep(tensors: tuple, passed: _Passed) -> _Passed:
+    """Remember a call that passed. Metadata that is known keeps its Problem: what differs is not in it."""
+    global _last
+    key = _key(tensors)
+    known = _passed.get(key)
+    if known is None and len(_passed) >= _MEMO_ENTRIES:
+        _passed.clear()
+    guard = TensorGuards(*_distinct(tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    requires_grad = any(t.requires_grad for t in tensors)
+    problem = passed.problem if known is None else known.problem
+    passed = _passed[key] = _Passed(problem, passed.num_bytes, requires_grad, guard.check)
+    _last = passed.is_like, passed
+    return passed
+
+
+def _distinct(tensors: tuple) -> tuple:
+    """A guard takes no object twice, as one tensor for both lengths: the second is another of the same memory."""
+    if len(set(map(id, tensors))) == len(tensors):
+        return tensors
+    return tuple([t if all(t is not s for s in tensors[:i]) else t.detach() for i, t in enumerate(tensors)])
+
+
+def _has_null(addresses: tuple[int, ...], num_bytes: tuple[int, ...]) -> bool:
+    return any(size and not address for address, size in zip(addresses, num_bytes))
+
+
+def _key(tensors: tuple) -> tuple:
+    return tuple([None if type(t) is _Absent else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
 
 
 # ----- the checks -----------------------------------------------------------------------------------------------------
@@ -195,11 +249,12 @@ def _check_sparse_decode(q, kv_cache, indices, softmax_scale, topk_length, attn_
     problem = check_metadata(q, kv_cache, indices, softmax_scale, topk_length, attn_sink, extra, out, lse)
     tensors = (lse, out, q, kv_cache, indices, topk_length, attn_sink, *(extra if problem.has_extra else ()))
     addresses = tuple(0 if t is None else t.data_ptr() for t in tensors)
-    for name, address in zip(_TENSORS, addresses):
+    num_bytes = tuple(map(num_bytes_of, tensors))
+    for name, t, address, size in zip(_TENSORS, tensors, addresses, num_bytes):
+        check_has_memory(name, t, address, size)
         align = ALIGN if name in _ALIGNED else WORD
         if address % align:
             _no(name, f"first element must be {align}-byte aligned", f"an address {address % align} bytes past one")
-    num_bytes = tuple(map(num_bytes_of, tensors))
     meeting = _overlap(addresses, num_bytes)
     if meeting:
         name, other = (_TENSORS[i] for i in meeting)
@@ -365,6 +420,24 @@ def check_dense(name: str, t: Any) -> None:
         _no(name, "must be a dense (strided) tensor", "a nested tensor" if t.is_nested else t.layout, TypeError)
 
 
+def check_plain(name: str, t: Any) -> None:
+    """Raise TypeError unless t is a dense tensor whose memory holds its values."""
+    check_dense(name, t)
+    if is_dynamo_compiling():  # which has none of these
+        return
+    if is_functorch_wrapped_tensor(t):
+        needed = "must be outside of torch.func's transforms (vmap, grad, jvp), which have no rule for this call"
+        _no(name, needed, "a tensor that one of them wraps", TypeError)
+    if t.is_neg():  # a conjugate view is complex: its dtype is refused
+        _no(name, "must hold its values (resolve_neg())", "a negative view", TypeError)
+
+
+def check_has_memory(name: str, t: torch.Tensor | None, address: int, num_bytes: int) -> None:
+    """Raise ValueError for a tensor that has bytes, but none of them in memory: a fake one, or one of a freed storage."""
+    if num_bytes and not address:
+        _no(name, "must have memory", f"a {_type_name(t)} of {num_bytes} bytes at address 0")
+
+
 def check_writable(name: str, t: torch.Tensor) -> None:
     """Raise ValueError if two elements share an address, as in an expanded view."""
     extent = 1  # elements from the first to one past the last
@@ -381,7 +454,7 @@ def check_int(name: str, value: Any) -> None:
 
 
 def _is_tensor(name: str, t: Any, dtypes: tuple[torch.dtype, ...], dims: tuple[str, ...]) -> None:
-    check_dense(name, t)
+    check_plain(name, t)
     if t.dtype not in dtypes:
         _no(name, f"dtype must be {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}", t.dtype, TypeError)
     if t.dim() != len(dims):
@@ -425,7 +498,7 @@ def num_bytes_of(t: torch.Tensor | None) -> int:
 def _overlap(addresses: tuple[int, ...], num_bytes: tuple[int, ...]) -> tuple[int, int] | None:
     """Positions in _TENSORS of an output and of an argument behind it whose address ranges meet.
 
-    Absent and empty tensors have address 0, below every other, and meet nothing.
+    Absent and empty tensors have no bytes, and are at the lowest addresses: they meet nothing.
     """
     lse, lse_end = addresses[0], addresses[0] + num_bytes[0]
     out, out_end = addresses[1], addresses[1] + num_bytes[1]
@@ -435,10 +508,6 @@ def _overlap(addresses: tuple[int, ...], num_bytes: tuple[int, ...]) -> tuple[in
         if i > 1 and start < out_end and out < start + num_bytes[i]:
             return 1, i
     return None
-
-
-def _metadata(t: torch.Tensor) -> tuple:
-    return t.shape, t.stride(), t.dtype, t.device
 
 
 def _type_name(x: Any) -> str:

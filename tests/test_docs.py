@@ -32,6 +32,13 @@ def test_named_paths_exist(name):
         assert (ROOT / path).exists() or (ROOT / "mla_cute" / path).exists(), path
 
 
+def test_every_document_is_in_the_readmes_table():
+    table = [line.split("|")[1] for line in (ROOT / "README.md").read_text().split("\n") if line.startswith("| `")]
+    for path in TRACKED:
+        if path.startswith("docs/"):
+            assert any(f"`{path}`" in cell for cell in table), path
+
+
 @pytest.mark.parametrize("name", DOCS)
 def test_named_make_targets_exist(name):
     targets = {t for span in code_spans(name) for t in re.findall(r"\bmake (\w+)", span)}

@@ -502,6 +502,12 @@ class TestImpl:
             with pytest.raises(ModuleNotFoundError, match="mla_cute_test_what_it_needs"):
                 mla_cute.select_impl("cpu", impl)
 
+    @pytest.mark.parametrize("impl", [None, reference], ids=["shipped", "given"])
+    def test_of_no_device(self, impl):
+        for device, error in ((None, TypeError), (3, TypeError), (torch.zeros(1), TypeError), ("nosuch", ValueError)):
+            with pytest.raises(error, match="^device: must be a .*torch.* got "):
+                mla_cute.select_impl(device, impl)
+
     def test_that_is_none(self):
         for impl, got in ((math, "<module 'math'"), (7, "7"), ("math", "<module 'math'"), ({}, "{}")):
             with pytest.raises(TypeError) as caught:

@@ -12,9 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_cute
 from mla_cute import emulator, flash_mla, interface, reference, torch_ops
+from mla_cute.emulator.machine import GlobalMemory
 from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_bitwise, assert_close, make_inputs
 
 CASE = Case(b=3, h_q=5, s_q=2, s_kv=200, topk=133, page_block_size=16, topk_length=True, sink=True, holes=True)
@@ -529,6 +531,238 @@ def test_ops_called_directly(case):
     metadata, num_splits = torch.ops.mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs())
     assert_bitwise(metadata, make_plan(x).metadata, name="metadata")
     assert_bitwise(num_splits, make_plan(x).num_splits, name="num_splits")
+
+
+QUANTIZED = [
+    (fmt, options)
+    for fmt, rules in ((mla_cute.V32, ("pow2", "amax", 0.3)), (mla_cute.MODEL1, ("pow2", 0.25)))
+    for options in rules
+]
+quantized = pytest.mark.parametrize(("fmt", "scales"), QUANTIZED, ids=[f"{f.name}-{s}" for f, s in QUANTIZED])
+
+
+def quantizing(fmt, scales, page=5):
+    """Keys, scales for `quantize_kv_cache`, the cache that it makes, and an `out` with gaps between its pages."""
+    keys = torch.randn(3, page, 1, fmt.d_qk, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    if not isinstance(scales, str):
+        scales = torch.full((page, 1, 1), scales)
+    expected = mla_cute.quantize_kv_cache(keys, kv_format=fmt, scales=scales)
+    return keys, scales, expected, torch.zeros(3, page + 1, 1, fmt.bytes_per_token, dtype=torch.uint8)[:, :page]
+
+
+@quantized
+def test_opcheck_of_the_quantiser(fmt, scales):
+    keys, scales, _, out = quantizing(fmt, scales)
+    how = {"scales": scales} if isinstance(scales, str) else {"scale_values": scales}
+    torch.library.opcheck(torch.ops.mla_cute.quantize_kv_cache.default, (keys,), {"kv_format": fmt.name} | how)
+    torch.library.opcheck(torch.ops.mla_cute.quantize_kv_cache_out.default, (keys, out), {"kv_format": fmt.name} | how)
+
+
+@quantized
+def test_quantise(fmt, scales):
+    keys, scales, expected, out = quantizing(fmt, scales)
+    f = compiled(lambda keys, **options: mla_cute.quantize_kv_cache(keys, kv_format=fmt, scales=scales, **options))
+    got = f(keys)
+    assert_bitwise(got, expected, name="cache")
+    assert got.stride() == expected.stride()
+    assert f(keys, out=out) is out
+    assert_bitwise(out, expected, name="out")
+
+
+@pytest.mark.parametrize("fmt", [mla_cute.V32, mla_cute.MODEL1], ids=lambda fmt: fmt.name)
+def test_dequantise(fmt):
+    _, _, expected, out = quantizing(fmt, "pow2")
+    out.copy_(expected)
+    f = compiled(lambda cache: mla_cute.dequantize_kv_cache(cache, kv_format=fmt))
+    for cache in (expected, out, out[1:], out[:, :1]):
+        assert_bitwise(f(cache), mla_cute.dequantize_kv_cache(cache, kv_format=fmt), name="keys")
+
+
+def test_to_cache_indices():
+    f = compiled(lambda positions, table: mla_cute.to_cache_indices(positions, table, 8))
+    table = torch.tensor([[3, -1, 7], [0, 1, 2]], dtype=torch.int32)
+    for positions in (torch.arange(-2, 22).view(2, 3, 4), torch.arange(16).view(2, 2, 4)):
+        assert_bitwise(f(positions, table), mla_cute.to_cache_indices(positions, table, 8), name="indices")
+        graph = make_fx(lambda p, t: mla_cute.to_cache_indices(p, t, 8))(positions, table)
+        assert_bitwise(graph(positions, table), mla_cute.to_cache_indices(positions, table, 8), name="indices")
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(mode):
+    """Ops in the graph, not what they do, and no input baked in."""
+
+    def f(q, kv_cache, indices, latent, rope, slots, keys):
+        mla_cute.write_kv_cache(kv_cache, latent, rope, slots)
+        plan = mla_cute.plan_decode(q, indices)
+        cache = mla_cute.quantize_kv_cache(keys)
+        return mla_cute.sparse_decode(q, kv_cache, indices, plan=plan), mla_cute.sparse_decode(q, cache, indices)
+
+    q, latent, rope, slots, indices, _ = layer_inputs(3)
+    keys, _, cache, _ = quantizing(mla_cute.V32, "pow2", 30)
+    args = q, cache, indices, latent, rope, slots, keys
+    graph = make_fx(f, tracing_mode=mode)(*[t.clone() for t in args])
+    names = ["write_kv_cache", "plan_decode", "quantize_kv_cache", "sparse_decode", "sparse_decode"]
+    assert [str(n.target).split(".")[1] for n in graph.graph.nodes if "mla_cute" in str(n.target)] == names
+    assert not [n for n in graph.graph.nodes if n.op == "get_attr"]
+    others = q * 2, torch.zeros_like(cache), indices.flip(2), latent * 2, rope * 2, slots.flip(0), keys * 2
+    for (out, lse), expected in zip(graph(*[t.clone() for t in others]), f(*[t.clone() for t in others])):
+        assert_bitwise(out, expected[0], name="out")
+        assert_bitwise(lse, expected[1], name="lse")
+
+
+def test_a_fake_tensor_among_real_ones():
+    x, mode = make_inputs(CASE), torch._subclasses.FakeTensorMode()
+    plan, needed = make_plan(x), "must be a tensor with memory as {} is, got a FakeTensor"
+    for _ in range(2):
+        with pytest.raises(TypeError, match="^kv_cache: " + needed.format("q")):
+            decode(dataclasses.replace(x, kv_cache=mode.from_tensor(x.kv_cache)), plan)
+        for name in ("indices", "topk_length"):
+            with pytest.raises(TypeError, match=f"^{name}: " + needed.format("q")):
+                make_plan(dataclasses.replace(x, **{name: mode.from_tensor(getattr(x, name))}))
+        fakes = {name: mode.from_tensor(getattr(plan, name)) for name in ("metadata", "num_splits")}
+        with pytest.raises(TypeError, match="^plan: must hold tensors with memory"):
+            decode(x, dataclasses.replace(plan, **fakes))
+        with pytest.raises(TypeError, match="^num_splits: " + needed.format("metadata")):
+            dataclasses.replace(plan, num_splits=fakes["num_splits"])
+        decode(x, plan)
+    cache = torch.full((3, 8, 1, 656), 7, dtype=torch.uint8)
+    latent = torch.zeros(4, 512, dtype=torch.bfloat16)
+    args = {"kv_cache": cache, "latent": latent, "rope": latent[:, :64], "slots": torch.arange(4)}
+    for name in args:
+        fake = args | {name: mode.from_tensor(args[name])}
+        other = "latent" if name == "kv_cache" else "kv_cache"
+        for backend in (None, "emulator"):
+            with pytest.raises(TypeError, match=f"^{name}: " + needed.format(other)):
+                mla_cute.write_kv_cache(**fake, backend=backend)
+    assert (cache == 7).all()
+    keys, _, _, out = quantizing(mla_cute.V32, "pow2")
+    with pytest.raises(TypeError, match="^out: " + needed.format("kv")):
+        mla_cute.quantize_kv_cache(keys, out=mode.from_tensor(out))
+    with pytest.raises(TypeError, match="^scales: " + needed.format("kv")):
+        mla_cute.quantize_kv_cache(keys, scales=mode.from_tensor(torch.ones(1)))
+
+
+def test_tensors_without_values():
+    """Negative views, freed memory and torch.func's tensors, in the functions with few checks of their own."""
+    x = make_inputs(CASE)
+    latent = torch.ones(4, 512, dtype=torch.bfloat16)
+    args = {"kv_cache": torch.zeros(3, 8, 1, 656, dtype=torch.uint8), "latent": latent, "rope": latent[:, :64].clone()}
+    args["slots"] = torch.arange(4)
+    mla_cute.write_kv_cache(**args)  # what passed before hides nothing
+    for name in args:
+        with pytest.raises(TypeError, match=f"^{name}: must hold its values"):
+            mla_cute.write_kv_cache(**args | {name: torch._neg_view(args[name])})
+        freed = args[name].clone()
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=f"^{name}: must have memory"):
+            mla_cute.write_kv_cache(**args | {name: freed})
+    with pytest.raises(TypeError, match="^latent: must be outside of torch.func's transforms"):
+        torch.vmap(lambda t: mla_cute.write_kv_cache(**args | {"latent": t}))(torch.ones(2, 4, 512).bfloat16())
+    with pytest.raises(TypeError, match="^q: must be outside of torch.func's transforms"):
+        torch.vmap(lambda q: mla_cute.plan_decode(q, x.indices).metadata)(x.q[None])
+    with pytest.raises(TypeError, match="^topk_length: must hold its values"):
+        mla_cute.plan_decode(x.q, x.indices, topk_length=torch._neg_view(x.topk_length))
+    for call in (mla_cute.plan_decode, lambda q, i: mla_cute.sparse_decode(q, x.kv_cache, i)):
+        with pytest.raises(TypeError, match="^q: must not be traced by torch.jit.trace"):
+            torch.jit.trace(call, (x.q, x.indices))
+    keys, _, _, _ = quantizing(mla_cute.V32, "pow2")
+    assert_bitwise(mla_cute.quantize_kv_cache(torch._neg_view(keys)), mla_cute.quantize_kv_cache(-keys))
+
+
+@pytest.mark.emulate
+def test_quantiser_reads_a_negative_view_in_the_kernel():
+    keys, _, _, _ = quantizing(mla_cute.V32, "pow2")
+    got = mla_cute.quantize_kv_cache(torch._neg_view(keys), backend="emulator")
+    assert_bitwise(got, mla_cute.quantize_kv_cache(-keys))
+
+
+def test_emulator_refuses_address_0():
+    memory = GlobalMemory()
+    memory.add(0, 0, "an empty one")
+    with pytest.raises(ValueError, match=r"^argument 1 \[4\]: must have memory, got 16 bytes at address 0$"):
+        memory.add(0, 16, "argument 1 [4]")
+
+
+def test_quantiser_on_the_meta_device():
+    keys = torch.zeros(3, 5, 1, 576, dtype=torch.bfloat16, device="meta")
+    for scales in ("pow2", torch.ones(1, device="meta")):
+        assert mla_cute.quantize_kv_cache(keys, scales=scales).shape == (3, 5, 1, 656)
+    model1 = mla_cute.quantize_kv_cache(keys[..., :512], scales=torch.ones(1, device="meta"), kv_format=mla_cute.MODEL1)
+    assert model1.shape == (3, 5, 1, 584)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_parts_of_a_plan(fake):
+    """All of them or none; in the op and in what stands for it while a graph is made."""
+    x = make_inputs(BARE)
+    (q, kv_cache, indices), options = op_arguments(x)
+    parts = {name: value for name, value in options.items() if name.startswith("plan_")}
+    others = {name: value for name, value in options.items() if name not in parts}
+    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    if fake:
+        q = mode.from_tensor(q)
+    call = lambda **given: torch.ops.mla_cute.sparse_decode(q, kv_cache, indices, **others, **given)  # noqa: E731
+    call()
+    call(**parts)
+    for i in range(1, 2 ** len(parts) - 1):
+        some = {name: value for j, (name, value) in enumerate(parts.items()) if i >> j & 1}
+        missing = next(name for name in parts if name not in some)
+        with pytest.raises(ValueError, match=f"^{missing}: must be given with {' and '.join(some)}, got None$"):
+            call(**some)
+    for name, value, message in (
+        ("plan_shape", [3, 1], r"plan_shape: must be \[b, s_q, h_q, topk, has_topk_length, .*, got \[3, 1\]$"),
+        ("plan_metadata", parts["plan_metadata"].flatten(), r"plan_metadata: must be int32 \[P, 8\], got shape"),
+        ("plan_num_splits", parts["plan_num_splits"][None], r"plan_num_splits: must be int32 \[b \+ 1\], got shape"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call(**parts | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("{'tile_n': 1,", "must be the name of a class and the dict of its fields, got "),
+        ("{'tile_n': f()}", "must be the name of a class and the dict of its fields, got "),
+        ("{1, 2}", "must be the name of a class and the dict of its fields, got "),
+        ("{1: 2}", "must be the name of a class and the dict of its fields, got "),
+        ("", "must be the name of a class and the dict of its fields, got "),
+        ("{'nothing': 1}", "must have the fields of mla_cute.reference.Config ("),
+    ],
+)
+def test_malformed_config(fields, message):
+    x = make_inputs(BARE)
+    (q, kv_cache, indices), options = op_arguments(x)
+    text = "mla_cute.reference.Config" + fields
+    for _ in range(2):
+        with pytest.raises(ValueError, match=re.escape(f"config: {message}")):
+            torch.ops.mla_cute.sparse_decode(q, kv_cache, indices, config=text)
+        with pytest.raises(ValueError, match=re.escape(f"config: {message}")):
+            torch.ops.mla_cute.plan_decode(q, indices, config=text)
+        with pytest.raises(ValueError, match=re.escape(f"plan.config: {message}")):
+            torch.ops.mla_cute.sparse_decode(q, kv_cache, indices, **options | {"plan_config": text})
+    with pytest.raises(ValueError, match=r"^plan.config: must begin with the name of an importable class, got 'xx'"):
+        torch_ops._config_named("xx")
+
+
+def test_quantiser_op_refuses():
+    keys, _, _, out = quantizing(mla_cute.V32, "pow2")
+    quantize, ops = compiled(mla_cute.quantize_kv_cache), torch.ops.mla_cute
+    mine = dataclasses.replace(mla_cute.V32, name="mine")
+    for options, message in (
+        ({"kv_format": mine}, "kv_format: under torch.compile it must be mla_cute.V32 or mla_cute.MODEL1"),
+        ({"kv_format": "v32"}, "kv_format: must be a KVFormat"),
+        ({"kv_format": mla_cute.MODEL1}, "kv: must be [num_blocks, page_block_size >= 1, 1, 512]"),
+        ({"scales": "exact"}, 'scales: must be "pow2", "amax" or a fp32 tensor, got "exact"'),
+        ({"scales": None}, 'scales: must be "pow2", "amax" or a fp32 tensor, got NoneType'),
+        ({"scales": torch.zeros(1)}, "scales: must be positive, got 0.0"),
+        ({"out": out[:2]}, "out: must have 3 blocks of 5 tokens as kv has"),
+    ):
+        with pytest.raises(Exception, match=re.escape(message)):
+            quantize(keys, **options)
+    with pytest.raises(ValueError, match="^kv_format: must be v32 or model1, got v33"):
+        ops.quantize_kv_cache(keys, kv_format="v33")
+    with pytest.raises(ValueError, match='^scale_values: must be None when scales says "amax"'):
+        ops.quantize_kv_cache(keys, scales="amax", scale_values=torch.ones(1))
 
 
 def test_text_of_a_config():

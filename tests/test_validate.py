@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_cute import kv_cache, validate
 from mla_cute.validate import Problem, check_sparse_decode
@@ -319,7 +320,7 @@ BAD = [
             "softmax_scale",
             scale,
             ValueError,
-            f"must be positive and finite in fp32 (1.17549e-38 to 3.40282e+38), got {scale}",
+            f"must be positive and finite in fp32 (1.17549e-38 to 1.06338e+37), got {scale}",
         )
         for scale in (0.0, -0.1, 0, float("nan"), float("inf"), 1e39, 1e-40)
     ),
@@ -656,3 +657,125 @@ def test_memo_is_bounded(monkeypatch):
     for blocks in range(1, 11):
         check(good(kv_cache=torch.zeros(blocks, PAGE, 1, 656, dtype=U8)))
         assert 1 <= len(validate._passed) <= 3
+
+
+# ----- tensors that are like good ones in their metadata ----------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    monkeypatch.setattr(validate, "_passed", {})
+    monkeypatch.setattr(validate, "_last", (None, None))
+
+
+NAMES = [name for name in good_extra() if name != "softmax_scale"]
+
+
+@pytest.mark.parametrize("passed_before", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_tensor(name, passed_before, fresh):
+    args = good_extra()
+    if passed_before:
+        check(args)
+    other = "kv_cache" if name == "q" else "q"
+    fake = FakeTensorMode().from_tensor(args[name])
+    for _ in range(2):
+        with pytest.raises(TypeError, match=f"^{name}: must be a tensor with memory as {other} is, got a FakeTensor$"):
+            check(args | {name: fake})
+    assert check(args).h_q == H_Q
+
+
+def test_all_fake_are_of_a_graph(fresh):
+    mode = FakeTensorMode()
+    fakes = {name: mode.from_tensor(t) if name in NAMES else t for name, t in good_extra().items()}
+    assert check(fakes) is None and not validate._passed
+
+
+@pytest.mark.parametrize("passed_before", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_freed_storage(name, passed_before, fresh):
+    args = good_extra()
+    if passed_before:
+        check(args)
+    args[name].untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"^{name}: must have memory, got a torch.Tensor of \d+ bytes at address 0$"):
+            check(args)
+
+
+@pytest.mark.parametrize("passed_before", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_negative_view(name, passed_before, fresh):
+    args = good_extra()
+    if passed_before:
+        check(args)
+    args[name] = torch._neg_view(args[name])
+    for _ in range(2):
+        with pytest.raises(TypeError, match=rf"^{name}: must hold its values \(resolve_neg\(\)\), got a negative view$"):
+            check(args)
+
+
+@pytest.mark.parametrize("passed_before", [False, True])
+@pytest.mark.parametrize("name", ["q", "indices", "attn_sink"])
+def test_transforms(name, passed_before, fresh):
+    args = good()
+    if passed_before:
+        check(args)
+    message = rf"^{name}: must be outside of torch.func's transforms \(vmap, grad, jvp\)"
+    with pytest.raises(TypeError, match=message):
+        torch.vmap(lambda t: check(args | {name: t}))(args[name].expand(2, *args[name].shape))
+    if args[name].is_floating_point():
+        with pytest.raises(TypeError, match=message):
+            torch.func.jvp(lambda t: check(args | {name: t}), (args[name],), (args[name],))
+    # beside one, with tensors that it does not wrap
+    torch.vmap(lambda t: check(args) and t)(torch.zeros(2))
+
+
+@pytest.mark.parametrize("passed_before", [False, True])
+def test_jit_trace(passed_before, fresh):
+    args = good()
+    if passed_before:
+        check(args)
+    with pytest.raises(TypeError, match=r"^q: must not be traced by torch.jit.trace \(torch.compile and"):
+        torch.jit.trace(lambda q: check(args | {"q": q}), (args["q"],))
+    assert check(args).h_q == H_Q
+
+
+def test_one_tensor_for_two_arguments(fresh, monkeypatch):
+    """It is looked up like any other."""
+    args = good_extra()
+    args["extra_topk_length"] = args["topk_length"]
+    first = check(args)
+    monkeypatch.setattr(validate, "_check_sparse_decode", None)
+    assert check(args) is first
+    args["topk_length"] = args["extra_topk_length"] = torch.zeros(B, dtype=I32)
+    assert check(args) is first
+
+
+def test_empty_batch_is_looked_up(fresh, monkeypatch):
+    x = torch.zeros(0, S_Q, H_Q, 576, dtype=BF16)
+    args = good(q=x, indices=torch.zeros(0, S_Q, TOPK, dtype=I32), topk_length=None, out=None, lse=None)
+    first = check(args)
+    monkeypatch.setattr(validate, "_check_sparse_decode", None)
+    assert check(args) is first
+
+
+def test_modes_keep_the_problem(fresh):
+    """Another mode of torch is another check, not another problem."""
+    args = good()
+    first = check(args)
+    with torch.autocast("cpu"):
+        assert check(args) is first
+    with torch.inference_mode():
+        assert check(args) is first
+    assert check(args | {"attn_sink": torch.nn.Parameter(args["attn_sink"], requires_grad=False)}) is first
+
+
+def test_largest_scale():
+    """Hopper's kernel multiplies it by 16 * log2(e), in fp32."""
+    largest = torch.tensor(validate.SCALE_MAX, dtype=F32)
+    assert check(good(softmax_scale=validate.SCALE_MAX)).h_q == H_Q
+    assert (largest * torch.tensor(1.4426950408889634) * 16).isfinite()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^softmax_scale: must be positive and finite in fp32 .*, got 3e"):
+            check(good(softmax_scale=3e37))

@@ -193,6 +193,8 @@ class GlobalMemory:
         """[address, address + size) may be accessed; overlapping ranges become one, those that only touch do not."""
         if size <= 0:
             return
+        if not address:
+            raise ValueError(f"{name}: must have memory, got {size} bytes at address 0")
         end, names = address + size, [name]
         for start, stop, _, other in list(self.ranges):
             if start < end and address < stop:
