@@ -102,11 +102,6 @@ def quad_transpose(words: list, lane: Int32) -> list:
     return words
 
 
-def round_up(x: Float32) -> Float32:
-    """The least whole number that is no less."""
-    return inline_ptx("cvt.rpi.f32.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
-
-
 def barrier_any(barrier_id: int, num_threads: int, predicate) -> Uint32:
     """Barrier of `num_threads` threads; 1 if the predicate holds in any of them, else 0."""
     code = (

@@ -19,7 +19,7 @@ A CTA owns one partition of the plan (a run of key blocks, perhaps of several re
     of two for each key, keeps every value in fp16's range. Rope of V32, which is not of V, is bf16 / 2^x(t)         [convert]
  2. S[t, h] = K'[t] (Q[h] / 16), 36 steps of 16 dims, K' from registers; K' also to shared memory, as V              [convert]
  3. z = S * 16 * 2^x(t) * softmax_scale * log2(e) + x(t)                                                             [convert]
- 4. m[h] stays, unless some z - m exceeds 15: then m' = max(m, ceil(max z) - 7) for all h, alpha = exp2(m - m')       [convert]
+ 4. m[h] stays, unless some z - m exceeds 15: then m' = max(m, max z - 7) for all heads, alpha = exp2(m - m')         [convert]
  5. P = exp2(z - m) in fp16 -> shared memory; l = l * alpha + sum over t of P / 2^x(t)                               [convert]
  6. O = alpha * O + P V: the exponents of P and V cancel                                                             [math]
 After a request's last block, lse = m ln 2 + ln(l), and O / (l + sink) goes from registers to global memory, while convert
@@ -78,7 +78,6 @@ from .helpers import (
     mul_bf16x2,
     nan_if_inf,
     quad_transpose,
-    round_up,
     set_registers,
     smem_tensor,
     store_smem_16b,
@@ -918,10 +917,7 @@ class SparseDecode:
         self, shared: Shared, accS: cute.Tensor, top: cute.Tensor, row_sum: cute.Tensor, top_warp: Int32,
         exchange: Int32, w: Int32, lane: Int32, n: Int32,
     ):  # fmt: skip
-        """New m of all heads into `top` and the warp's copy of it; sums and (by way of alpha) O follow.
-
-        m is a whole number, so that alpha is exact and nothing cancels in log2(sum) + m.
-        """
+        """New m of all heads into `top` and the warp's copy of it; sums and (by way of alpha) O follow."""
         pc = lane % 4
         maxima = cute.make_rmem_tensor(16, Float32)
         for i in cutlass.range_constexpr(16):
@@ -933,7 +929,7 @@ class SparseDecode:
         old = self.load_pair(top_warp, lane)
         new, alpha = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for e in cutlass.range_constexpr(2):
-            new[e] = cute.arch.fmax(old[e], round_up(block_max[e]) - RAISED_BITS)
+            new[e] = cute.arch.fmax(old[e], block_max[e] - RAISED_BITS)
             alpha[e] = cute.math.exp2(old[e] - new[e], fastmath=True)
         cute.arch.sync_warp()  # every lane has read the old ones
         self.store_pair(top_warp, lane, new)
