@@ -29,8 +29,6 @@ SYNCHRONISING = re.compile(
 # * griddepcontrol.wait: of combine's two the one without reads behind it, which only holds back later launches.
 # * raw_empty and fence.proxy, once each: in the copies of the first records, the code of which stands in front of math's loop.
 #   Their slots are empty; and convert_q, which comes next, has the same fence behind their zeros.
-# * v_empty: with three slots the first half of V of a block goes where a half of the last block but one lay, and convert waited
-#   for p_empty, which math releases behind v_empty, when it stored the last block's P.
 # * wgmma: between QK's nine tiles. In PTX every tile has registers of its own for A, so that nothing touches those of one in
 #   flight; the waits are what lets ptxas use them again. A fence in front of A's new values PTX does want; the emulator does
 #   not look at it, because compilers move such values behind the fence (ops_wgmma.py). tests/test_sparse_decode.py counts them.
@@ -39,7 +37,6 @@ UNNOTICED = Counter(
         "griddepcontrol.wait": 1,
         "mbarrier.try_wait raw_empty": 1,
         "fence.proxy": 1,
-        "mbarrier.try_wait v_empty": 1,
         "wgmma.fence": 8,
         "wgmma.commit_group": 8,
         "wgmma.wait_group 1": 7,
