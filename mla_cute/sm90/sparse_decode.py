@@ -90,7 +90,7 @@ SW128_COLUMNS = 64  # bf16 columns of one 128-byte swizzle row: the width of a K
 WARPGROUP = 128
 HALF = 256  # columns of O, and of V, of a math warpgroup
 V_SLOTS = 3  # halves of V in shared memory: two of a block, and one ahead of math 1, whose product is a block late
-Q_SCALE = 16.0  # Q is divided by it to fit into fp16: values up to 2 ** 20, in steps of 2 ** -20
+Q_SCALE = 16.0  # Q is divided by it to fit into fp16: values below 2 ** 20, in steps of 2 ** -20
 Q_SCALE_INVERSE = 0x3D803D80  # 1 / Q_SCALE, a pair of bf16
 P_BITS = 15.0  # P stays below 2 ** 15: it is fp16, normal from 2 ** -14 on
 RAISED_BITS = 7.0  # of the largest P when m has just been raised
@@ -268,7 +268,7 @@ class SparseDecode:
                 OperandMajorMode.K, OperandMajorMode.K,
             )
         )  # fmt: skip
-        mma_rope = cute.make_tiled_mma(  # the same, of V32's rope, which is not rescaled
+        mma_rope = cute.make_tiled_mma(  # the same, of V32's rope, which keeps bf16's range
             warpgroup.MmaF16BF16Op(
                 BFloat16, Float32, (self.tile_n, TILE_M, 16), warpgroup.OperandSource.RMEM,
                 OperandMajorMode.K, OperandMajorMode.K,
@@ -633,7 +633,7 @@ class SparseDecode:
         ).get_slice(t)
         rP = cute.make_rmem_tensor(accS.layout, Float16)
         exchange = Int32(shared.exchange.toint())
-        top_warp = Int32(shared.top.toint()) + w * (TILE_M * 4)
+        top_warp = self.of_warp(Int32(shared.top.toint()), w)
         top = cute.make_rmem_tensor(16, Float32)  # base 2, of heads 8 j + 2 pc + e at 2 j + e, as row_sum
         row_sum = cute.make_rmem_tensor(16, Float32)  # of heads 8 j + 2 pc + e at 2 j + e, over this lane's keys
 
@@ -698,7 +698,7 @@ class SparseDecode:
                 cute.copy(copy_p, copy_p.retile(rP), copy_p.partition_D(sPT))
                 if block + 1 == last_block:
                     buffer = exchange + 4 * TILE_M * 4  # not that of the maxima, which may still be read
-                    self.share(self.over_keys(row_sum, lane, lambda a, b: a + b), buffer, w, lane)
+                    self.store_pair(self.of_warp(buffer, w), lane, self.over_keys(row_sum, lane, lambda a, b: a + b))
                     cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
                     if w == 0:
                         total = self.gather(buffer, lane, lambda a, b: a + b)
@@ -886,23 +886,21 @@ class SparseDecode:
             values = [op(k, cute.arch.shuffle_sync_bfly(s, offset=offset)) for k, s in zip(kept, sent)]
         return values
 
-    def share(self, pair, buffer: Int32, w: Int32, lane: Int32):
-        """This warp's [2] of heads 2 lane, 2 lane + 1 for the others."""
-        values = cute.make_rmem_tensor(2, Float32)
-        values[0], values[1] = pair
-        cute.autovec_copy(values, smem_tensor(buffer + w * (TILE_M * 4) + lane * 8, Float32, 2))
-
     def gather(self, buffer: Int32, lane: Int32, op):
         """[2] of heads 2 lane, 2 lane + 1 from all four warps."""
         total = None
         for i in range(4):
-            values = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(smem_tensor(buffer + i * (TILE_M * 4) + lane * 8, Float32, 2), values)
+            values = self.load_pair(self.of_warp(buffer, i), lane)
             pair = (values[0], values[1])
             total = pair if total is None else tuple(op(a, b) for a, b in zip(total, pair))
         return total
 
+    def of_warp(self, array: Int32, w) -> Int32:
+        """Where a convert warp's part of an array [4, 64] of fp32 begins."""
+        return array + w * (TILE_M * 4)
+
     def store_pair(self, array: Int32, lane: Int32, pair):
+        """[2] of heads 2 lane, 2 lane + 1 into an array [64] of fp32."""
         values = cute.make_rmem_tensor(2, Float32)
         values[0], values[1] = pair[0], pair[1]
         cute.autovec_copy(values, smem_tensor(array + lane * 8, Float32, 2))
@@ -923,7 +921,7 @@ class SparseDecode:
         for i in cutlass.range_constexpr(16):
             j, e = i // 2, i % 2
             maxima[i] = cute.arch.fmax(accS[4 * j + e], accS[4 * j + 2 + e])
-        self.share(self.over_keys(maxima, lane, cute.arch.fmax), exchange, w, lane)
+        self.store_pair(self.of_warp(exchange, w), lane, self.over_keys(maxima, lane, cute.arch.fmax))
         cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
         block_max = self.gather(exchange, lane, cute.arch.fmax)
         old = self.load_pair(top_warp, lane)
@@ -941,6 +939,15 @@ class SparseDecode:
             row_sum[i] = row_sum[i] * cute.arch.shuffle_sync(alpha[i % 2], 4 * (i // 2) + pc)
         cute.arch.sync_warp()  # the new ones before the next block's loads
 
+    def partition_q(
+        self, req: Int32, s_idx: Int32, head_tile: Int32, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor, shared: Shared
+    ):  # fmt: skip
+        """Q of a request as a TMA copy takes it: (shared, global)."""
+        gQ = cute.local_tile(tma_mQ[None, None, s_idx, req], cute.product_each(shared.sQ.shape), (head_tile, 0))
+        return cpasync.tma_partition(
+            tma_q, 0, cute.make_layout(1), cute.group_modes(shared.sQ, 0, 2), cute.group_modes(gQ, 0, 2)
+        )
+
     @cute.jit
     def load_q(
         self, req: Int32, s_idx: Int32, head_tile: Int32, w: Int32, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor,
@@ -948,10 +955,7 @@ class SparseDecode:
     ):  # fmt: skip
         """TMA load of Q [64, d_qk] by the first warp of the calling warpgroup."""
         if w == 0:
-            gQ = cute.local_tile(tma_mQ[None, None, s_idx, req], cute.product_each(shared.sQ.shape), (head_tile, 0))
-            tQsQ, tQgQ = cpasync.tma_partition(
-                tma_q, 0, cute.make_layout(1), cute.group_modes(shared.sQ, 0, 2), cute.group_modes(gQ, 0, 2)
-            )
+            tQsQ, tQgQ = self.partition_q(req, s_idx, head_tile, tma_q, tma_mQ, shared)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, TILE_M * self.fmt.d_qk * 2)
             cute.copy(tma_q, tQgQ, tQsQ, tma_bar_ptr=shared.q_full)
@@ -963,10 +967,7 @@ class SparseDecode:
     ):  # fmt: skip
         """Q of a later request into L2."""
         if w == 0:
-            gQ = cute.local_tile(tma_mQ[None, None, s_idx, req], cute.product_each(shared.sQ.shape), (head_tile, 0))
-            _, tQgQ = cpasync.tma_partition(
-                tma_q, 0, cute.make_layout(1), cute.group_modes(shared.sQ, 0, 2), cute.group_modes(gQ, 0, 2)
-            )
+            _, tQgQ = self.partition_q(req, s_idx, head_tile, tma_q, tma_mQ, shared)
             with cute.arch.elect_one():  # unlike a copy it does not elect by itself
                 cute.prefetch(tma_q, tQgQ)
 
