@@ -178,9 +178,9 @@ def plan_decode(
 
     A plan holds for every call with the same b, s_q, h_q, topk, extra_topk, device and config whose `topk_length` and
     `extra_topk_length` have the same values, whatever q and indices contain: the layers of a model share one. Without
-    lengths it holds as long as the shapes do. A call with other values than its plan's gives wrong results, and nobody
-    notices: the values are on the device, and torch's count of a tensor's in-place changes misses those of kernels and of
-    a graph's replays, and counts those of other slices of the same buffer.
+    lengths it holds as long as the shapes do. A call with other values than its plan's ends, but its results are wrong, and
+    nobody notices: the values are on the device, and torch's count of a tensor's in-place changes misses those of kernels
+    and of a graph's replays, and counts those of other slices of the same buffer.
 
     Args:
         q: [b, s_q, h_q, d_qk]; only its shape and device matter.

@@ -1,4 +1,4 @@
-"""What the gpu tests of sparse decode share: one call compared with the reference, kernels compiled ahead."""
+"""What the gpu tests of sparse decode share: FlashMLA's sizes, a call beside the reference, kernels compiled ahead."""
 
 import math
 
@@ -7,6 +7,19 @@ import torch
 import mla_cute
 from mla_cute import jit, reference
 from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, assert_close
+
+# Of FlashMLA's own tests; with extra keys each of them for either cache.
+SIZES = [  # (s_kv, topk, page_block_size)
+    (512, 64, 2),
+    (512, 64, 64),
+    (512, 64, 69),
+    (1024, 576, 2),
+    (1024, 576, 61),
+    (2046, 2048, 2),
+    (2046, 2048, 64),
+    (2046, 2048, 576),
+]
+CORNER_SIZES = [(512, 64, 61), (650, 576, 53)]
 
 
 def decode_and_check(x, impl=None, out=None, lse=None, **kwargs):

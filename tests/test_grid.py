@@ -11,22 +11,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from decode_checks import compile_kernels, decode_and_check
+from decode_checks import CORNER_SIZES, SIZES, compile_kernels, decode_and_check
 
 from mla_cute import reference
 from mla_cute.testing import Case, make_inputs
 
-SIZES = [  # (s_kv, topk, page_block_size); with extra keys each of these for either cache
-    (512, 64, 2),
-    (512, 64, 64),
-    (512, 64, 69),
-    (1024, 576, 2),
-    (1024, 576, 61),
-    (2046, 2048, 2),
-    (2046, 2048, 64),
-    (2046, 2048, 576),
-]
-CORNER_SIZES = [(512, 64, 61), (650, 576, 53)]
 FEATURES = [("v32", False, False, False)] + [  # kv_format, extra keys, extra_topk_length, topk_length
     ("model1", extra, extra_length, length)
     for extra in (False, True)

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
-from decode_checks import compile_kernels, decode_and_check, poison_free_memory
+from decode_checks import CORNER_SIZES, SIZES, compile_kernels, decode_and_check, poison_free_memory
 
 import mla_cute
 from mla_cute import jit, reference
@@ -153,20 +153,10 @@ def test_sm90_compiles_without_spills(sm90, fields):
 # | query tokens with 1 <= keys < s_q   | dense decode's causal mask: there is no such op here                            |
 
 
-SHAPES = [  # (s_kv, topk, page_block_size) of FlashMLA's own test
-    (512, 64, 2),
-    (512, 64, 64),
-    (512, 64, 69),
-    (1024, 576, 2),
-    (1024, 576, 61),
-    (2046, 2048, 2),
-    (2046, 2048, 64),
-    (2046, 2048, 576),
-]
 GRID = [
     Case(b=b, h_q=h_q, s_q=s_q, s_kv=s_kv, topk=topk, page_block_size=page, varlen=varlen, sink=True)
     for (s_kv, topk, page), b, s_q, h_q, varlen in itertools.product(
-        SHAPES, (4, 74, 321), (1, 3), (64, 128), (True, False)
+        SIZES, (4, 74, 321), (1, 3), (64, 128), (True, False)
     )
     if varlen or b == 74
 ]
@@ -174,7 +164,7 @@ CORNERS = [
     Case(b=b, h_q=h_q, s_q=3, s_kv=s_kv, topk=topk, page_block_size=page, varlen=True, all_invalid=all_invalid,
          zero_length=zero_length, sink=sink)
     for (s_kv, topk, page), b, h_q, all_invalid, zero_length, sink in itertools.product(
-        [(512, 64, 61), (650, 576, 53)], (4, 74, 321), (64, 128), (True, False), (True, False), (True, False)
+        CORNER_SIZES, (4, 74, 321), (64, 128), (True, False), (True, False), (True, False)
     )
     if all_invalid or zero_length or sink
 ]  # fmt: skip
@@ -217,9 +207,9 @@ FORMATS = [
     Case(b=b, h_q=h_q, s_q=s_q, s_kv=s_kv, topk=topk, page_block_size=page, varlen=True, sink=True, **features)
     for i, features in enumerate(FEATURES)
     for (s_kv, topk, page), b, s_q, h_q in [
-        (SHAPES[i % 8], 4, 1, 128),
-        (SHAPES[(i + 3) % 8], 74, 3, 64),
-        (SHAPES[(i + 5) % 8], 321, 1, 64),
+        (SIZES[i % 8], 4, 1, 128),
+        (SIZES[(i + 3) % 8], 74, 3, 64),
+        (SIZES[(i + 5) % 8], 321, 1, 64),
     ]
 ] + [
     Case(b=b, h_q=h_q, s_q=3, s_kv=650, topk=576, page_block_size=53, varlen=True, sink=True, all_invalid=all_invalid,
