@@ -48,7 +48,7 @@ def e4m3_to_fp16(codes: cute.Tensor, scale: Uint32) -> cute.Tensor:
     fp16.store(cute.recast_tensor(codes, Float8E4M3FN).load().to(Float16))
     words = cute.recast_tensor(fp16, Uint32)
     for i in range(8):
-        words[i] = inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[words[i], scale])
+        words[i] = mul_fp16x2(words[i], scale)
     return words
 
 
@@ -69,6 +69,11 @@ def fp16_pair(x: Float32) -> Uint32:
     fp16 = cute.make_rmem_tensor(2, Float16)
     fp16.store(pair.load().to(Float16))
     return cute.recast_tensor(fp16, Uint32)[0]
+
+
+def mul_fp16x2(a: Uint32, b: Uint32) -> Uint32:
+    """Product of two pairs of fp16."""
+    return inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
 def mul_bf16x2(a: Uint32, b: Uint32) -> Uint32:

@@ -76,6 +76,7 @@ from .helpers import (
     load_row,
     load_smem_16b,
     mul_bf16x2,
+    mul_fp16x2,
     nan_if_inf,
     quad_transpose,
     set_registers,
@@ -111,12 +112,12 @@ class Config:
         return max(num_sms // (s_q * problem.head_tiles), 1)
 
     def raw_pitch(self, fmt: KVFormat) -> int:
-        """Bytes of a slot of the raw ring: a record, and behind MODEL1's its scales.
+        """Bytes of a slot of the raw ring: a record, and behind MODEL1's 7 pairs of fp16 and an exponent (`prepare_scales`).
 
         An odd multiple of 16: slots 4 apart lie 64 bytes apart modulo 128, so that the 64-byte pieces of two rows fall
         into different banks.
         """
-        return (fmt.row_bytes + 8 * (fmt.scale_bytes == 1) + 15) // 32 * 32 + 16
+        return (fmt.row_bytes + 32 * (fmt.scale_bytes == 1) + 15) // 32 * 32 + 16
 
     def smem_bytes(self, fmt: KVFormat) -> int:
         q = TILE_M * fmt.d_qk * 2
@@ -227,6 +228,16 @@ class Shared(NamedTuple):
     top: cute.Pointer  # [4, 64] fp32: m by head, a copy for each convert warp
     is_raised: cute.Pointer  # uint32: alpha holds something
     exchange: cute.Pointer  # [2, 4, 64] fp32: a block's maxima, or a request's sums, by warp and head
+
+
+class Ahead(NamedTuple):
+    """Registers of convert with the right part of the next block: loaded during the softmax of this one."""
+
+    codes: dict[int, list]  # column tiles 4 to 7: for both of the lane's keys, what `load_codes` returns
+    k: list[cute.Tensor]  # K as the register operand, two column tiles; the first one takes V32's rope ahead
+    scales: cute.Tensor  # [2, num_scales] pairs of fp16, over 2 ** exponent
+    exponents: cute.Tensor  # [2] by key
+    valid: cute.Tensor  # [1] the warp's mask of keys to attend
 
 
 class SparseDecode:
@@ -602,9 +613,10 @@ class SparseDecode:
             bulk_copy_to_smem(first + slot * self.raw_pitch + start, src + start, size, Int32(full.toint()))
         if const_expr(self.fmt.scale_bytes == 1):  # noqa: SIM102  one is decided at compile time
             if (lane < 16) & (piece == 0):
-                scales = cute.make_rmem_tensor(2, Uint32)
-                scales[0], scales[1] = low, high
-                cute.autovec_copy(scales, smem_tensor(first + slot * self.raw_pitch + self.fmt.row_bytes, Uint32, 2))
+                scales = self.prepare_scales(low, high)
+                for i in cutlass.range_constexpr(2):
+                    words = cute.make_tensor(scales.iterator + 4 * i, 4)
+                    store_smem_16b(first + slot * self.raw_pitch + self.fmt.row_bytes + 16 * i, words)
         cute.arch.sync_warp()  # every lane's stores before the arrival
         if lane == 0:
             if piece == 0:
@@ -632,6 +644,7 @@ class SparseDecode:
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), Float16), mma_qk
         ).get_slice(t)
         rP = cute.make_rmem_tensor(accS.layout, Float16)
+        ahead = self.make_ahead()
         exchange = Int32(shared.exchange.toint())
         top_warp = self.of_warp(Int32(shared.top.toint()), w)
         top = cute.make_rmem_tensor(16, Float32)  # base 2, of heads 8 j + 2 pc + e at 2 j + e, as row_sum
@@ -650,17 +663,24 @@ class SparseDecode:
             cute.arch.mbarrier_wait(shared.q_full, (req - part.begin_req) & 1)
             if req == part.begin_req:  # with the help of math, which has nothing to do yet
                 self.convert_q(shared, t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
+                cute.arch.mbarrier_wait(shared.raw_full + w, 0)
+                loaded = self.load_ahead(shared, ahead, w, lane)
+                self.release_raw(shared.raw_empty + w, lane, loaded, zero)
             else:
                 self.convert_q(shared, t, WARPGROUP, NamedBarriers.CONVERT)
             row_sum.fill(0.0)
             for block in cutlass.range(first_block, last_block, unroll=1):
                 if (block + 1 == last_block) & (req < part.end_req):
                     self.prefetch_q(req + 1, s_idx, head_tile, w, tma_q, tma_mQ, shared)
-                cute.arch.mbarrier_wait(shared.raw_full + w, n & 1)
-                valid = cute.make_tensor(shared.valid, 4)[w]
-                v_slot, v_phase, exponents = self.scores(
-                    shared, mma_qk, mma_rope, rQ, rQ_rope, accS, w, lane, v_slot, v_phase, n & 1, block > first_block, zero
+                v_slot, v_phase = self.scores(
+                    shared, mma_qk, mma_rope, rQ, rQ_rope, accS, ahead, w, lane, v_slot, v_phase, n & 1, block > first_block, zero
                 )
+                exponents = (ahead.exponents[0], ahead.exponents[1])
+                valid = ahead.valid[0]
+                for j in cutlass.range_constexpr(8):  # while the last products run
+                    pair = smem_tensor(top_warp + (8 * j + 2 * pc) * 4, Float32, 2)
+                    top[2 * j], top[2 * j + 1] = pair[0], pair[1]
+                warpgroup.wait_group(0)
                 # accS -> base-2 logits plus the exponent of the key: V is smaller by just that.
                 for i in cutlass.range_constexpr(cute.size(accS)):
                     r = i // 2 % 2
@@ -675,16 +695,17 @@ class SparseDecode:
                 # m is raised only when some P would exceed 2 ** 15; then to 7 below the maximum, for all heads.
                 excess = Float32(-INF)
                 for j in cutlass.range_constexpr(8):
-                    pair = smem_tensor(top_warp + (8 * j + 2 * pc) * 4, Float32, 2)
                     for e in cutlass.range_constexpr(2):
                         i = 2 * j + e
-                        top[i] = pair[e]
                         excess = cute.arch.fmax(excess, cute.arch.fmax(accS[4 * j + e], accS[4 * j + 2 + e]) - top[i])
                 is_raised = barrier_any(NamedBarriers.CONVERT, WARPGROUP, excess > P_BITS)
                 if (block + 1 == last_block) & (req < part.end_req):  # all four warps are done with Q
                     self.load_q(req + 1, s_idx, head_tile, w, tma_q, tma_mQ, shared)
                 if is_raised != 0:
                     self.raise_maxima(shared, accS, top, row_sum, top_warp, exchange, w, lane, n)
+                has_next = (block + 1 < last_block) | (req < part.end_req)
+                self.wait_if(shared.raw_full + w, (n & 1) ^ 1, has_next)
+                loaded = self.load_ahead(shared, ahead, w, lane)  # without a next block of what is left there
                 for i in cutlass.range_constexpr(16):
                     j, e = i // 2, i % 2
                     for r in cutlass.range_constexpr(2):
@@ -692,6 +713,8 @@ class SparseDecode:
                         accS[4 * j + 2 * r + e] = p
                         row_sum[i] = row_sum[i] + p * ((254 - exponents[r]) << 23).bitcast(Float32)
                 rP.store(accS.load().to(Float16))
+                if has_next:
+                    self.release_raw(shared.raw_empty + w, lane, loaded, zero)
                 cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)
                 if (w == 0) & (lane == 0):
                     cute.make_tensor(shared.is_raised, 1)[0] = is_raised
@@ -711,85 +734,119 @@ class SparseDecode:
 
     # ---- steps of convert ----
 
+    def make_ahead(self) -> Ahead:
+        tiles = range(self.v_tiles // 2, self.v_tiles)
+        is_rope = [tile * SW128_COLUMNS >= self.fmt.d_nope for tile in tiles]
+        return Ahead(
+            {t: [[cute.make_rmem_tensor(4, Uint32) for _ in range(1 + long)] for _ in (0, 1)] for t, long in zip(tiles, is_rope)},
+            [cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4)), Float16) for _ in (0, 1)],
+            cute.make_rmem_tensor((2, self.fmt.num_scales), Uint32),
+            cute.make_rmem_tensor(2, Uint32),
+            cute.make_rmem_tensor(1, Uint32),
+        )
+
+    def records(self, shared: Shared, w: Int32, lane: Int32) -> tuple[Int32, Int32]:
+        """Shared addresses of the raw records of lane 4 g + pc: keys g and g + 8 of the warp's 16."""
+        g = lane // 4
+        record = Int32(shared.raw.toint()) + (16 * w + g // 2 + 4 * (g & 1)) * self.raw_pitch
+        return record, record + 8 * self.raw_pitch
+
+    def load_ahead(self, shared: Shared, ahead: Ahead, w: Int32, lane: Int32) -> Uint32:
+        """The right part of a block's records into registers: codes, scales, V32's rope as K. Returns a word that depends on
+        every load."""
+        pc = lane % 4
+        words = []
+        ahead.valid[0] = cute.make_tensor(shared.valid, 4)[w]
+        for r, record in enumerate(self.records(shared, w, lane)):
+            rope = self.load_codes(record, self.num_tiles - 1, pc)
+            raw_scales = self.load_scales(record)
+            for tile, codes in ahead.codes.items():
+                loads = rope if tile == self.num_tiles - 1 else self.load_codes(record, tile, pc)
+                for to, load in zip(codes[r], loads):
+                    to.store(load.load())
+                words += [load[3] for load in loads]
+            words += [load[3] for load in [*rope, *raw_scales]]
+            scales, exponent = self.scales_of(raw_scales, rope)
+            ahead.exponents[r] = exponent
+            for i, scale in enumerate(scales):
+                ahead.scales[r, i] = scale
+            if self.num_tiles > self.v_tiles:
+                self.to_fragment(ahead.k[0], r, self.rope_to_bf16(rope, exponent))
+        every = ahead.valid[0]
+        for word in words:
+            every = every | word
+        return every
+
     def scores(
         self, shared: Shared, mma_qk: cute.TiledMma, mma_rope: cute.TiledMma, rQ: cute.Tensor, rQ_rope: cute.Tensor,
-        accS: cute.Tensor, w: Int32, lane: Int32, v_slot: Int32, v_phase: Int32, raw_phase: Int32, has_waiting: Boolean,
-        zero: Uint32,
+        accS: cute.Tensor, ahead: Ahead, w: Int32, lane: Int32, v_slot: Int32, v_phase: Int32, raw_phase: Int32,
+        has_waiting: Boolean, zero: Uint32,
     ):  # fmt: skip
-        """accS = K Q^T for the block's 64 keys, and V: tile by tile of 64 columns, loaded ahead, converted, stored, multiplied.
+        """Starts accS = K Q^T for the block's 64 keys, and V: tile by tile of 64 columns, converted, stored, multiplied.
 
-        Lane 4 g + pc has keys g and g + 8 of the warp's 16 and 16 columns of each tile. Whole at trace time: no branch.
+        The right tiles lie in registers (`ahead`), the left ones are loaded two tiles ahead. Lane 4 g + pc has 16 columns of
+        each tile of its two keys. Whole at trace time: no branch.
         """
         g, pc = lane // 4, lane % 4
-        pitch, tile_bytes = self.raw_pitch, self.tile_n * SW128_COLUMNS * 2
-        record = Int32(shared.raw.toint()) + (16 * w + g // 2 + 4 * (g & 1)) * pitch
-        records = (record, record + 8 * pitch)
+        tile_bytes = self.tile_n * SW128_COLUMNS * 2
         v_row = Int32(shared.sV.iterator.toint()) + (16 * w + g) * 128
-        # K as the register operand, two column tiles: one is multiplied while the other one is converted.
-        rK = [cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4)), Float16) for _ in (0, 1)]
         stored = self.v_tiles
         right, left = range(stored // 2, stored), range(stored // 2)
         order = [*range(stored, self.num_tiles), *right, *left]  # V32's rope, which is not of V, first
+        codes = dict(ahead.codes)
+        exponents = [ahead.exponents[r] for r in (0, 1)]
 
-        rope = [self.load_codes(r, self.num_tiles - 1, pc) for r in records]
-        scales, exponents = zip(*(self.load_scales(r, rope[i]) for i, r in enumerate(records)))
-        codes, loaded = {self.num_tiles - 1: rope}, []
-        for tile in right[:2]:
-            codes[tile] = [self.load_codes(r, tile, pc) for r in records]
         for i, tile in enumerate(order):
             is_stored = tile < stored
             if tile == left[0]:
                 # The right half's slot needs no wait: its last reader was math 1 with block n - 2, which then released P,
                 # and for that this warp has waited in block n - 1.
                 cute.arch.mbarrier_wait(shared.v_empty + v_slot, v_phase)
-            if is_stored:
-                for ahead in [other for other in order if other not in codes][:2]:
-                    if ahead == left[0]:
-                        cute.arch.mbarrier_wait(shared.raw_full + (4 + w), raw_phase)
-                    codes[ahead] = [self.load_codes(r, ahead, pc) for r in records]
-                    last_right = right[-1] if self.num_tiles > stored else right[-2]  # MODEL1's last one is rope
-                    if ahead in (last_right, left[-1]):
-                        loaded.append((ahead, codes[ahead][1][-1][3]))
+            for next_tile in [t for t in order[i : i + 3] if t not in codes and t in left]:
+                if next_tile == left[0]:
+                    cute.arch.mbarrier_wait(shared.raw_full + (4 + w), raw_phase)
+                codes[next_tile] = [self.load_codes(r, next_tile, pc) for r in self.records(shared, w, lane)]
+                if next_tile == left[-1]:
+                    loaded = codes[next_tile][0][0][3] | codes[next_tile][1][0][3]
             if i >= 2:
                 warpgroup.wait_group(1)  # the tile before the last one: its registers are free
-            if is_stored:
-                k = [self.to_fp16(codes[tile][r], scales[r], exponents[r], tile) for r in (0, 1)]
-            else:
-                k = [self.rope_to_bf16(codes[tile][r], exponents[r]) for r in (0, 1)]
-            fragment = cute.recast_tensor(rK[i % 2], Uint32)
-            for r in (0, 1):
-                for s in range(4):
-                    for h in (0, 1):  # 4 columns of k-step s are 2 pc, 2 pc + 1 (h = 0) and 2 pc + 8, 2 pc + 9 of its 16
-                        fragment[4 * s + 2 * h + r] = k[r][2 * s + h]
+            fragment = ahead.k[i % 2]
             if is_stored:
                 v_tile = v_row + v_slot * (self.tile_n * HALF * 2) + tile % 4 * tile_bytes
                 chunks = (2 * pc, 2 * pc + 1) if tile * SW128_COLUMNS < self.fmt.d_nope else (pc, pc + 4)
                 for r in (0, 1):
+                    k = self.to_fp16(codes[tile][r], ahead.scales, r, exponents[r], tile)
+                    self.to_fragment(fragment, r, k)
                     for part in (0, 1):  # the row's 16-byte chunk j lies at j ^ (row % 8)
-                        words = cute.make_tensor(k[r].iterator + 4 * part, 4)
+                        words = cute.make_tensor(k.iterator + 4 * part, 4)
                         store_smem_16b(v_tile + r * 1024 + ((chunks[part] ^ g) * 16), words)
             warpgroup.fence()
             for s in range(4):
                 if is_stored:
                     mma_qk.set(warpgroup.Field.ACCUMULATE, i + s > 0)
-                    cute.gemm(mma_qk, accS, rK[i % 2][None, None, s], rQ[None, None, 4 * tile + s], accS)
+                    cute.gemm(mma_qk, accS, fragment[None, None, s], rQ[None, None, 4 * tile + s], accS)
                 else:
                     mma_rope.set(warpgroup.Field.ACCUMULATE, s > 0)
-                    a = cute.recast_tensor(rK[i % 2], BFloat16)
+                    a = cute.recast_tensor(fragment, BFloat16)
                     cute.gemm(mma_rope, accS, a[None, None, s], rQ_rope[None, None, 4 * tile + s], accS)
             warpgroup.commit_group()
             if i == len(order) - 1:
                 self.release_if(shared.p_full + 1, has_waiting)
-            for ahead, word in loaded:
-                self.release_raw(shared.raw_empty + (w if ahead >= left.stop else 4 + w), lane, word, zero)
-            loaded = []
+            if tile == left[-3]:
+                self.release_raw(shared.raw_empty + (4 + w), lane, loaded, zero)
             if is_stored and tile % 4 == 3:
                 v_slot += 1
                 wraps = v_slot == V_SLOTS
                 v_slot = cutlass.select_(wraps, Int32(0), v_slot)
                 v_phase = cutlass.select_(wraps, v_phase ^ 1, v_phase)
-        warpgroup.wait_group(0)
-        return v_slot, v_phase, exponents
+        return v_slot, v_phase
+
+    def to_fragment(self, fragment: cute.Tensor, r: int, k) -> None:
+        """[8] pairs of columns of a lane's key r into its place among the registers of a column tile's four k-steps."""
+        words = cute.recast_tensor(fragment, Uint32)
+        for s in range(4):
+            for h in (0, 1):  # 4 columns of k-step s are 2 pc, 2 pc + 1 (h = 0) and 2 pc + 8, 2 pc + 9 of its 16
+                words[4 * s + 2 * h + r] = k[2 * s + h]
 
     def load_codes(self, record: Int32, tile: int, pc: Int32) -> list[cute.Tensor]:
         """A lane's part of column tile `tile` of a record: 16 codes, or of rope 8 values and the 8 that lie 32 further."""
@@ -797,54 +854,73 @@ class SparseDecode:
             return [load_smem_16b(record + self.fmt.nope_offset + tile * SW128_COLUMNS + pc * 16)]
         return [load_smem_16b(record + self.fmt.rope_offset + 64 * i + pc * 16) for i in (0, 1)]
 
-    def load_scales(self, record: Int32, rope: list[cute.Tensor]):
-        """Scales of a key's quantisation tiles over 2 ** (exponent - 127), each as a pair of fp16; and that exponent.
-
-        The exponent is chosen so that no value of V leaves fp16's range: 448 * scale / 2 ** (exponent - 127) < 7168.
-        """
-        words = cute.make_rmem_tensor(4 if self.fmt.scale_bytes == 4 else 2, Uint32)
-        address = record + (self.fmt.scale_offset if self.fmt.scale_bytes == 4 else self.fmt.row_bytes)
-        cute.autovec_copy(smem_tensor(address, Uint32, cute.size(words)), words)
+    def load_scales(self, record: Int32) -> list[cute.Tensor]:
+        """A record's scales as they lie in shared memory: V32's 4 fp32, or what `prepare_scales` has made of MODEL1's."""
         if self.fmt.scale_bytes == 4:
-            fields = [(words[i] & 0x7FFFFFFF) >> 23 for i in range(4)]
-        else:
-            fields = [(words[i // 4] >> (8 * (i % 4))) & 255 for i in range(self.fmt.num_scales)]
+            return [load_smem_16b(record + self.fmt.scale_offset)]
+        return [load_smem_16b(record + self.fmt.row_bytes + 16 * i) for i in (0, 1)]
+
+    def prepare_scales(self, low: Uint32, high: Uint32) -> cute.Tensor:
+        """MODEL1's scales (bytes of e8m0) over 2 ** (exponent - 127), as 7 pairs of fp16; then that exponent.
+
+        Powers of two from 2 ** -24 on, exactly; smaller ones are 0.
+        """
+        fields = [((low, high)[i // 4] >> (8 * (i % 4))) & 255 for i in range(self.fmt.num_scales)]
+        exponent = self.exponent_of(fields)
+        words = cute.make_rmem_tensor(8, Uint32)
+        for i, field in enumerate(fields):
+            bits = (field + 127 - cutlass.min(exponent, field + 127)) << 23
+            words[i] = fp16_pair(Uint32(cutlass.select_(field == 255, Uint32(0x7FC00000), bits)).bitcast(Float32))
+        words[7] = exponent
+        return words
+
+    def exponent_of(self, fields: list) -> Uint32:
+        """The least exponent so that no value of V leaves fp16's range: 448 * scale / 2 ** (exponent - 127) < 7168."""
         top = Uint32(MIN_EXPONENT)
         for field in fields:
             top = cutlass.max(top, field)
-        if self.num_tiles == self.v_tiles:  # rope is part of V: its values must stay below 65504 too
-            top = self.cover_rope(top, [half[i] for half in rope for i in range(4)])
-        exponent = top - 3
-        scales = []
-        for i, field in enumerate(fields):
-            if self.fmt.scale_bytes == 4:
-                ratio = words[i].bitcast(Float32) * ((254 - exponent) << 23).bitcast(Float32)
-            else:
-                bits = (field + 127 - cutlass.min(exponent, field + 127)) << 23
-                ratio = Uint32(cutlass.select_(field == 255, Uint32(0x7FC00000), bits)).bitcast(Float32)
-            scales.append(fp16_pair(ratio))
-        return scales, exponent
+        return top - 3
+
+    def scales_of(self, raw: list[cute.Tensor], rope: list[cute.Tensor]):
+        """Scales of a key's quantisation tiles over 2 ** (exponent - 127), each as a pair of fp16; and that exponent."""
+        if self.fmt.scale_bytes == 4:
+            words = raw[0]
+            exponent = self.exponent_of([(words[i] & 0x7FFFFFFF) >> 23 for i in range(4)])
+            inverse = ((254 - exponent) << 23).bitcast(Float32)
+            return [fp16_pair(words[i].bitcast(Float32) * inverse) for i in range(4)], exponent
+        scales = cute.make_rmem_tensor(8, Uint32)
+        for i in range(8):
+            scales[i] = raw[i // 4][i % 4]
+        self.cover_rope(scales, [half[i] for half in rope for i in range(4)])  # rope is part of V
+        return [scales[i] for i in range(7)], scales[7]
 
     @cute.jit
-    def cover_rope(self, top: Uint32, words: list) -> Uint32:
-        """The least top so that rope / 2 ** (top - 3 - 127) stays below 2 ** 16: a bound first, the maximum where it fails."""
+    def cover_rope(self, scales: cute.Tensor, words: list):
+        """Raises the exponent (scales[7]) until rope / 2 ** (exponent - 127) stays below 2 ** 16, and lowers the scales: a
+        bound first, the maximum where it fails."""
         every = Uint32(0)
         for word in words:
             every = every | word
         bound = ((every | (every << 16)) >> 23) & 255  # an exponent at least as large as each of them
-        if cute.arch.vote_any_sync(bound > top + 12):
+        if cute.arch.vote_any_sync(bound > scales[7] + 15):
             largest = Uint32(0)
             for word in words:
                 largest = cutlass.max(largest, cutlass.max(word & 0x7FFF0000, (word << 16) & 0x7FFF0000))
             for offset in (1, 2):
                 largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
-            top = cutlass.max(top, (largest >> 23) - cutlass.min(largest >> 23, Uint32(12)))
-        return top
+            exponent = cutlass.max(scales[7], (largest >> 23) - cutlass.min(largest >> 23, Uint32(15)))
+            by = exponent - scales[7]
+            scales[7] = exponent
+            for part in cutlass.range_constexpr(2):  # in two steps, of 2 ** -24 at least: fp16's least number
+                step = cutlass.min((by + part) // 2, Uint32(25))
+                factor = fp16_pair(((127 - step) << 23).bitcast(Float32))
+                for i in cutlass.range_constexpr(7):
+                    scales[i] = mul_fp16x2(scales[i], factor)
 
-    def to_fp16(self, codes: list[cute.Tensor], scales: list, exponent: Uint32, tile: int) -> cute.Tensor:
-        """Registers [8] of fp16 pairs, over 2 ** (exponent - 127), from what `load_codes` returns."""
+    def to_fp16(self, codes: list[cute.Tensor], scales: cute.Tensor, r: int, exponent: Uint32, tile: int) -> cute.Tensor:
+        """Registers [8] of fp16 pairs of key r, over 2 ** (exponent - 127), from what `load_codes` returns."""
         if len(codes) == 1:
-            return e4m3_to_fp16(codes[0], scales[tile * SW128_COLUMNS // self.fmt.quant_tile])
+            return e4m3_to_fp16(codes[0], scales[r, tile * SW128_COLUMNS // self.fmt.quant_tile])
         words = cute.make_rmem_tensor(8, Uint32)
         inverse = ((254 - exponent) << 23).bitcast(Float32)
         for i in range(2):
@@ -856,6 +932,11 @@ class SparseDecode:
         inverse = (254 - exponent) << 7
         inverse = inverse | (inverse << 16)
         return [mul_bf16x2(codes[i // 4][i % 4], inverse) for i in range(8)]
+
+    @cute.jit
+    def wait_if(self, barrier: cute.Pointer, phase: Int32, condition: Boolean):
+        if condition:
+            cute.arch.mbarrier_wait(barrier, phase)
 
     @cute.jit
     def release_if(self, barrier: cute.Pointer, condition: Boolean):
