@@ -52,11 +52,10 @@ def e4m3_to_fp16(codes: cute.Tensor, scale: Uint32) -> cute.Tensor:
     return words
 
 
-def bf16_to_fp16(words: cute.Tensor, factor: Float32 | None, out: cute.Tensor) -> None:
-    """Registers of bf16 pairs (times a factor) -> registers `out` of fp16 pairs; what is too large becomes inf."""
-    values = cute.recast_tensor(words, BFloat16).load().to(Float32)
+def bf16_to_fp16(words: cute.Tensor, out: cute.Tensor) -> None:
+    """Registers of bf16 pairs -> registers `out` of fp16 pairs; what is too large becomes inf."""
     fp16 = cute.make_rmem_tensor(2 * cute.size(words), Float16)
-    fp16.store((values if factor is None else values * factor).to(Float16))
+    fp16.store(cute.recast_tensor(words, BFloat16).load().to(Float32).to(Float16))
     pairs = cute.recast_tensor(fp16, Uint32)
     for i in range(cute.size(out)):
         out[i] = pairs[i]

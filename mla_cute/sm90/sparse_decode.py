@@ -124,7 +124,7 @@ class Config:
         v = V_SLOTS * self.tile_n * HALF * 2
         p = self.tile_n * TILE_M * 2
         raw = self.tile_n * self.raw_pitch(fmt)
-        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 56 + 8 * (1 + 8 + 8 + V_SLOTS + 3)
+        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 56 + 8 * (5 + 8 + 8 + V_SLOTS + 3)
         return q + v + p + raw + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -210,13 +210,14 @@ class Params(NamedTuple):
 class Shared(NamedTuple):
     """Pointers and tensors in shared memory."""
 
-    q_full: cute.Pointer  # Q has arrived
+    q_full: cute.Pointer  # [5] two column tiles of Q have arrived (the last: one, of 9)
     raw_full: cute.Pointer  # [2, 4] a convert warp's 16 records have arrived: their right parts, their left parts
     raw_empty: cute.Pointer  # [2, 4] and are read
     v_empty: cute.Pointer  # [3] a half of V is read
     p_full: cute.Pointer  # [2] by math warpgroup: P, alpha and its half of V may be read
     p_empty: cute.Pointer  # P and alpha are read
     sQ: cute.Tensor  # [64, d_qk] bf16
+    sQ_tiles: cute.Tensor  # the same by column tiles: [64, 64, d_qk / 64]
     sQ16: cute.Tensor  # the same bytes as fp16
     sV: cute.Tensor  # [256, 64, 3]: columns first
     sP: cute.Tensor  # [64 heads, 64 keys]
@@ -251,6 +252,7 @@ class SparseDecode:
         self.tile_n = config.tile_n
         self.fmt = FORMATS[problem.kv_format]
         self.num_tiles = self.fmt.d_qk // SW128_COLUMNS  # column tiles of Q and K, 9 or 8; the last is rope
+        self.q_loads = (self.num_tiles + 1) // 2  # two tiles each
         self.v_tiles = self.fmt.d_v // SW128_COLUMNS  # those that are V too: the first 8
         self.raw_pitch = config.raw_pitch(self.fmt)
 
@@ -294,15 +296,16 @@ class SparseDecode:
 
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         layout_q = cute.tile_to_shape(atom, (TILE_M, self.fmt.d_qk), order=(0, 1))
+        layout_q_tiles = cute.tile_to_shape(atom, (TILE_M, SW128_COLUMNS, self.num_tiles), order=(0, 1, 2))
         layout_v = cute.tile_to_shape(atom, (self.tile_n, HALF, V_SLOTS), order=(0, 1, 2))
         layout_p = cute.tile_to_shape(atom, (self.tile_n, TILE_M), order=(0, 1))
 
-        # TMA view with heads and columns first: [h_q, d, s_q, b]. Rows past h_q read as zero.
+        # TMA view with heads and columns first: [h_q, d, s_q, b]; a copy takes a column tile. Rows past h_q read as zero.
         tma_q, tma_mQ = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             cute.make_tensor(q.iterator, cute.select(q.layout, mode=[2, 3, 1, 0])),
-            layout_q,
-            (TILE_M, self.fmt.d_qk),
+            cute.select(layout_q_tiles, mode=[0, 1]),
+            (TILE_M, SW128_COLUMNS),
         )
 
         @cute.struct
@@ -315,7 +318,7 @@ class SparseDecode:
             top: cute.struct.MemRange[Float32, 4 * TILE_M]
             alpha: cute.struct.MemRange[Float32, TILE_M]
             factor: cute.struct.MemRange[Float32, TILE_M]
-            q_full: cute.struct.MemRange[Int64, 1]
+            q_full: cute.struct.MemRange[Int64, self.q_loads]
             is_raised: cute.struct.MemRange[Uint32, 2]
             raw_full: cute.struct.MemRange[Int64, 8]
             raw_empty: cute.struct.MemRange[Int64, 8]
@@ -338,7 +341,7 @@ class SparseDecode:
             o_partial, lse_partial, out, lse, softmax_scale * LOG2_E,
         )  # fmt: skip
         # Head tiles of one query token are neighbours in the grid, so that the second gather of a record hits L2.
-        self.kernel(params, mma_qk, mma_rope, mma_pv, tma_q, tma_mQ, layout_q, layout_v, layout_p).launch(
+        self.kernel(params, mma_qk, mma_rope, mma_pv, tma_q, tma_mQ, layout_q, layout_q_tiles, layout_v, layout_p).launch(
             grid=[self.head_tiles, q.shape[1], metadata.shape[0]],
             block=[3 * WARPGROUP, 1, 1],
             smem=Smem.size_in_bytes(),
@@ -357,6 +360,7 @@ class SparseDecode:
         tma_q: cute.CopyAtom,
         tma_mQ: cute.Tensor,
         layout_q: cute.ComposedLayout,
+        layout_q_tiles: cute.ComposedLayout,
         layout_v: cute.ComposedLayout,
         layout_p: cute.ComposedLayout,
     ):
@@ -371,6 +375,7 @@ class SparseDecode:
             storage.q_full.data_ptr(), storage.raw_full.data_ptr(), storage.raw_empty.data_ptr(),
             storage.v_empty.data_ptr(), storage.p_full.data_ptr(), storage.p_empty.data_ptr(),
             storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            storage.sQ.get_tensor(layout_q_tiles.outer, swizzle=layout_q_tiles.inner),
             storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=Float16),
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0, 2])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
@@ -381,7 +386,8 @@ class SparseDecode:
         if warp_idx == 0:
             cpasync.prefetch_descriptor(tma_q)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(shared.q_full, 1)  # the arrive.expect_tx of the Q load
+                for i in cutlass.range_constexpr(self.q_loads):
+                    cute.arch.mbarrier_init(shared.q_full + i, 1)  # the arrive.expect_tx of the Q load
                 for i in cutlass.range_constexpr(8):
                     cute.arch.mbarrier_init(shared.raw_full + i, 1)  # the arrive.expect_tx of the filling warp
                     cute.arch.mbarrier_init(shared.raw_empty + i, 1)  # the convert warp
@@ -479,8 +485,7 @@ class SparseDecode:
             params, shared, part, s_idx, w, half, lane, Int32(0), req, block, last, index, is_extra, Uint32(0)
         )
         if part.begin_req <= part.end_req:
-            cute.arch.mbarrier_wait(shared.q_full, 0)
-            self.convert_q(shared, WARPGROUP * (1 + half) + t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
+            self.convert_q(shared, Int32(0), WARPGROUP * (1 + half) + t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
         fills = Int32(1)
         for _ in cutlass.range(1 + half, unroll=1):
             req, block, last, index, is_extra, zeros = self.fill(
@@ -660,14 +665,16 @@ class SparseDecode:
             first_block, last_block = work.first_block, work.last_block
             # Finite: -inf - -inf is NaN.
             self.store_pair(top_warp, lane, (Float32(-1e30), Float32(-1e30)))
-            cute.arch.mbarrier_wait(shared.q_full, (req - part.begin_req) & 1)
+            q_phase = (req - part.begin_req) & 1
             if req == part.begin_req:  # with the help of math, which has nothing to do yet
-                self.convert_q(shared, t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
+                self.convert_q(shared, q_phase, t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
                 cute.arch.mbarrier_wait(shared.raw_full + w, 0)
                 loaded = self.load_ahead(shared, ahead, w, lane)
+                if const_expr(self.num_tiles == self.v_tiles):
+                    self.cover_rope(ahead)
                 self.release_raw(shared.raw_empty + w, lane, loaded, zero)
             else:
-                self.convert_q(shared, t, WARPGROUP, NamedBarriers.CONVERT)
+                self.convert_q(shared, q_phase, t, WARPGROUP, NamedBarriers.CONVERT)
             row_sum.fill(0.0)
             for block in cutlass.range(first_block, last_block, unroll=1):
                 if (block + 1 == last_block) & (req < part.end_req):
@@ -715,6 +722,8 @@ class SparseDecode:
                 rP.store(accS.load().to(Float16))
                 if has_next:
                     self.release_raw(shared.raw_empty + w, lane, loaded, zero)
+                if const_expr(self.num_tiles == self.v_tiles):
+                    self.cover_rope(ahead)
                 cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)
                 if (w == 0) & (lane == 0):
                     cute.make_tensor(shared.is_raised, 1)[0] = is_raised
@@ -766,12 +775,11 @@ class SparseDecode:
                     to.store(load.load())
                 words += [load[3] for load in loads]
             words += [load[3] for load in [*rope, *raw_scales]]
-            scales, exponent = self.scales_of(raw_scales, rope)
-            ahead.exponents[r] = exponent
+            scales, ahead.exponents[r] = self.scales_of(raw_scales)
             for i, scale in enumerate(scales):
                 ahead.scales[r, i] = scale
             if self.num_tiles > self.v_tiles:
-                self.to_fragment(ahead.k[0], r, self.rope_to_bf16(rope, exponent))
+                self.to_fragment(ahead.k[0], r, self.rope_to_bf16(rope, ahead.exponents[r]))
         every = ahead.valid[0]
         for word in words:
             every = every | word
@@ -881,54 +889,55 @@ class SparseDecode:
             top = cutlass.max(top, field)
         return top - 3
 
-    def scales_of(self, raw: list[cute.Tensor], rope: list[cute.Tensor]):
+    def scales_of(self, raw: list[cute.Tensor]):
         """Scales of a key's quantisation tiles over 2 ** (exponent - 127), each as a pair of fp16; and that exponent."""
         if self.fmt.scale_bytes == 4:
             words = raw[0]
             exponent = self.exponent_of([(words[i] & 0x7FFFFFFF) >> 23 for i in range(4)])
             inverse = ((254 - exponent) << 23).bitcast(Float32)
             return [fp16_pair(words[i].bitcast(Float32) * inverse) for i in range(4)], exponent
-        scales = cute.make_rmem_tensor(8, Uint32)
-        for i in range(8):
-            scales[i] = raw[i // 4][i % 4]
-        self.cover_rope(scales, [half[i] for half in rope for i in range(4)])  # rope is part of V
-        return [scales[i] for i in range(7)], scales[7]
+        return [raw[i // 4][i % 4] for i in range(7)], raw[1][3]
+
+    def cover_rope(self, ahead: Ahead):
+        """MODEL1, whose rope is part of V: its values must stay in fp16's range too."""
+        for r in (0, 1):
+            words = [half[i] for half in ahead.codes[self.v_tiles - 1][r] for i in range(4)]
+            self.raise_exponent(ahead.exponents, ahead.scales, r, words)
 
     @cute.jit
-    def cover_rope(self, scales: cute.Tensor, words: list):
-        """Raises the exponent (scales[7]) until rope / 2 ** (exponent - 127) stays below 2 ** 16, and lowers the scales: a
-        bound first, the maximum where it fails."""
+    def raise_exponent(self, exponents: cute.Tensor, scales: cute.Tensor, r: cutlass.Constexpr, words: list):
+        """Raises key r's exponent until its rope / 2 ** (exponent - 127) stays below 2 ** 16, and lowers its scales: a bound
+        first, the maximum where it fails."""
         every = Uint32(0)
         for word in words:
             every = every | word
         bound = ((every | (every << 16)) >> 23) & 255  # an exponent at least as large as each of them
-        if cute.arch.vote_any_sync(bound > scales[7] + 15):
+        if cute.arch.vote_any_sync(bound > exponents[r] + 15):
             largest = Uint32(0)
             for word in words:
                 largest = cutlass.max(largest, cutlass.max(word & 0x7FFF0000, (word << 16) & 0x7FFF0000))
             for offset in (1, 2):
                 largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
-            exponent = cutlass.max(scales[7], (largest >> 23) - cutlass.min(largest >> 23, Uint32(15)))
-            by = exponent - scales[7]
-            scales[7] = exponent
+            exponent = cutlass.max(exponents[r], (largest >> 23) - cutlass.min(largest >> 23, Uint32(15)))
+            by = exponent - exponents[r]
+            exponents[r] = exponent
             for part in cutlass.range_constexpr(2):  # in two steps, of 2 ** -24 at least: fp16's least number
-                step = cutlass.min((by + part) // 2, Uint32(25))
-                factor = fp16_pair(((127 - step) << 23).bitcast(Float32))
-                for i in cutlass.range_constexpr(7):
-                    scales[i] = mul_fp16x2(scales[i], factor)
+                factor = fp16_pair(((127 - cutlass.min((by + part) // 2, Uint32(25))) << 23).bitcast(Float32))
+                for i in cutlass.range_constexpr(self.fmt.num_scales):
+                    scales[r, i] = mul_fp16x2(scales[r, i], factor)
 
     def to_fp16(self, codes: list[cute.Tensor], scales: cute.Tensor, r: int, exponent: Uint32, tile: int) -> cute.Tensor:
         """Registers [8] of fp16 pairs of key r, over 2 ** (exponent - 127), from what `load_codes` returns."""
         if len(codes) == 1:
             return e4m3_to_fp16(codes[0], scales[r, tile * SW128_COLUMNS // self.fmt.quant_tile])
         words = cute.make_rmem_tensor(8, Uint32)
-        inverse = ((254 - exponent) << 23).bitcast(Float32)
-        for i in range(2):
-            bf16_to_fp16(codes[i], inverse, cute.make_tensor(words.iterator + 4 * i, 4))
+        for i, pair in enumerate(self.rope_to_bf16(codes, exponent)):
+            words[i] = pair
+        bf16_to_fp16(words, words)
         return words
 
     def rope_to_bf16(self, codes: list[cute.Tensor], exponent: Uint32) -> list:
-        """[8] bf16 pairs of rope over 2 ** (exponent - 127), exactly: rope that is no part of V keeps bf16's range."""
+        """[8] bf16 pairs of rope over 2 ** (exponent - 127), exactly. Rope that is no part of V stays so, with bf16's range."""
         inverse = (254 - exponent) << 7
         inverse = inverse | (inverse << 16)
         return [mul_bf16x2(codes[i // 4][i % 4], inverse) for i in range(8)]
@@ -1023,10 +1032,10 @@ class SparseDecode:
     def partition_q(
         self, req: Int32, s_idx: Int32, head_tile: Int32, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor, shared: Shared
     ):  # fmt: skip
-        """Q of a request as a TMA copy takes it: (shared, global)."""
-        gQ = cute.local_tile(tma_mQ[None, None, s_idx, req], cute.product_each(shared.sQ.shape), (head_tile, 0))
+        """Q of a request as TMA copies take it, a column tile each: (shared, global), tiles last."""
+        gQ = cute.local_tile(tma_mQ[None, None, s_idx, req], (TILE_M, SW128_COLUMNS), (head_tile, None))
         return cpasync.tma_partition(
-            tma_q, 0, cute.make_layout(1), cute.group_modes(shared.sQ, 0, 2), cute.group_modes(gQ, 0, 2)
+            tma_q, 0, cute.make_layout(1), cute.group_modes(shared.sQ_tiles, 0, 2), cute.group_modes(gQ, 0, 2)
         )
 
     @cute.jit
@@ -1038,8 +1047,11 @@ class SparseDecode:
         if w == 0:
             tQsQ, tQgQ = self.partition_q(req, s_idx, head_tile, tma_q, tma_mQ, shared)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, TILE_M * self.fmt.d_qk * 2)
-            cute.copy(tma_q, tQgQ, tQsQ, tma_bar_ptr=shared.q_full)
+                for i in cutlass.range_constexpr(self.q_loads):
+                    tiles = min(2, self.num_tiles - 2 * i)
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full + i, tiles * TILE_M * SW128_COLUMNS * 2)
+            for tile in cutlass.range_constexpr(self.num_tiles):
+                cute.copy(tma_q, tQgQ[None, tile], tQsQ[None, tile], tma_bar_ptr=shared.q_full + tile // 2)
 
     @cute.jit
     def prefetch_q(
@@ -1053,20 +1065,25 @@ class SparseDecode:
                 cute.prefetch(tma_q, tQgQ)
 
     @cute.jit
-    def convert_q(self, shared: Shared, t: Int32, num_threads: cutlass.Constexpr, barrier: cutlass.Constexpr):
+    def convert_q(
+        self, shared: Shared, phase: Int32, t: Int32, num_threads: cutlass.Constexpr, barrier: cutlass.Constexpr
+    ):  # fmt: skip
         """Q / Q_SCALE in fp16 (V32's rope stays bf16), columns in the order of K's in its registers: a thread does whole rows
-        of a tile, in place."""
+        of a tile, in place, as the tiles arrive."""
         row, swizzle, group, groups = t % TILE_M, t & 7, t // TILE_M, num_threads // TILE_M
         base = Int32(shared.sQ.iterator.toint()) + row * 128
         nope_tiles = self.fmt.d_nope // SW128_COLUMNS
         rounds = nope_tiles // groups
         tiles = [base + (groups * i + group) * (TILE_M * 128) for i in range(rounds + 1)]
+        self.wait_q(shared, phase, 0, groups)
         ahead = load_row(tiles[0], swizzle)
         for i in cutlass.range_constexpr(rounds):
             chunks = ahead
             if const_expr(i + 1 < rounds):  # loaded before this one is stored, to cover the latency
+                self.wait_q(shared, phase, (i + 1) * groups, (i + 2) * groups)
                 ahead = load_row(tiles[i + 1], swizzle)
             self.store_q(tiles[i], swizzle, chunks, False)
+        self.wait_q(shared, phase, rounds * groups, self.num_tiles)
         rest = nope_tiles - rounds * groups  # and rope behind them
         if group < rest:
             self.store_q(tiles[rounds], swizzle, load_row(tiles[rounds], swizzle), False)
@@ -1074,6 +1091,11 @@ class SparseDecode:
             self.store_q(tiles[rounds], swizzle, load_row(tiles[rounds], swizzle), True)
         cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
         cute.arch.barrier(barrier_id=barrier, number_of_threads=num_threads)
+
+    def wait_q(self, shared: Shared, phase: Int32, first: int, last: int):
+        """Column tiles first..last-1 of Q have arrived; those before have been waited for."""
+        for i in range((first + 1) // 2, (last + 1) // 2):
+            cute.arch.mbarrier_wait(shared.q_full + i, phase)
 
     def store_q(self, row: Int32, swizzle: Int32, chunks: list[cute.Tensor], is_rope: bool):
         """64 columns: position 16 s + 8 h + 2 j + e gets column 16 j + 4 s + 2 h + e; of rope column
@@ -1088,7 +1110,7 @@ class SparseDecode:
                     chunk = 4 * (s // 2) + j if is_rope else 2 * j + s // 2
                     words[j] = mul_bf16x2(chunks[chunk][2 * (s % 2) + h], Uint32(Q_SCALE_INVERSE))
                 if not is_rope or self.num_tiles == self.v_tiles:
-                    bf16_to_fp16(words, None, words)
+                    bf16_to_fp16(words, words)
                     for j in range(4):
                         words[j] = nan_if_inf(words[j])  # so that what fp16 cannot hold is seen in the result
                 store_smem_16b(row + (((2 * s + h) ^ swizzle) * 16), words)
