@@ -69,10 +69,10 @@ class NaiveSparseDecode:
         self, q: cute.Tensor, kv_cache: cute.Tensor, indices: cute.Tensor, topk_length: cute.Tensor | None,
         extra_kv_cache: None, extra_indices: None, extra_topk_length: None, attn_sink: cute.Tensor | None,
         softmax_scale: Float32, metadata: cute.Tensor, num_splits: cute.Tensor, scratch: cute.Tensor,
-        out: cute.Tensor, lse: cute.Tensor, stream,
+        out: cute.Tensor, lse: cute.Tensor, max_splits: Int32, nonce: Int64, stream,
     ):  # fmt: skip
         """The arguments of every implementation; this one has no extra keys (`Config.check`) and ignores the plan:
-        metadata, num_splits and the partials."""
+        metadata, num_splits, max_splits, the partials and the nonce of their flags."""
         # Head groups of a query token are neighbours in the grid: all but the first find the records in L2.
         self.kernel(q, kv_cache, indices, topk_length, attn_sink, softmax_scale * LOG2_E, out, lse).launch(
             grid=[q.shape[0] * self.head_groups, q.shape[1], 1],
@@ -189,6 +189,8 @@ def compile(problem: Problem, config: Config, arch: str):
         jit.fake_tensor(Float32, (sym(),)),  # scratch
         rows(BFloat16, (b, s_q, h_q, V32.d_v), 8, 16),  # out
         rows(Float32, (b, s_q, h_q), 1, 4),  # lse
+        Int32(0),  # max_splits
+        Int64(0),  # nonce
         jit.fake_stream(),
         arch=arch,
     )

@@ -1,32 +1,66 @@
-"""Merges the pieces of every split request into its output: the kernel that runs behind the main kernel of an op.
+"""Merges the pieces of every request split in three or more: the kernel that runs behind the main kernel of an op.
 
-A piece is one part's softmax average over its share of a request's keys, o_partial [512] fp32, with its base-2 log-sum,
+A piece is one part's softmax average over its share of a request's keys, o_partial fp32, with its base-2 log-sum,
 lse_partial. With m the largest lse_partial of a row, S = sum 2^(lse_i - m) and G = log2(S) + m (+inf if S is 0):
 
     lse = G ln 2                             the sink never enters it
     G  := log2(2^G + 2^(sink log2 e))        the sink counts once, here; without anything attended G = sink log2 e
-    out = sum of 2^(lse_i - G) o_i           in slot order, so the result is the same bits every time
+    out = sum of 2^(lse_i - G) o_i           in an order that the plan alone decides: the same bits every time
 
-The maths, and the programmatic dependent launch behind the main kernel, are FlashMLA's combine. Two things differ. The
-plan numbers the pieces themselves (record field 7), so the work is found from the parts, not from all b requests: the
-part that holds split 1 of a request owns its merge. And the loads set the pace, 2 KiB a piece and row from L2: every
-thread keeps 8 of them in flight (32 splits x 128 rows in 128 CTAs on an H200: 6.6 us with one, 2.5 us with eight).
+Two pieces the main kernel merges itself, in whichever part ends last; for three or more that would be a chain.
+
+O is kept in *fragment order*, as the warps of the main kernel hold it in accumulators: o_partial [slots, s_q, groups of 16
+heads, 2 halves of 256 columns, 32, 32 lanes, 4], where element e + 2 r of lane 4 g + c of the j-th 512 bytes is head g + 8 r,
+column 8 j + 2 c + e. So every access is 16 bytes a lane and 512 contiguous bytes a warp; those are the unit of work.
+
+The maths, and the programmatic dependent launch behind the main kernel, are FlashMLA's combine. Three things differ. The plan
+numbers the pieces itself (record fields 4 and 7), so the work is found from the parts, not from all b requests. The grid is at
+most two CTAs an SM, which share all units: CTAs without work would cost more than the work. And of many pieces several warps
+take a share each and keep 8 loads a lane in flight, because their latency sets the pace.
 """
 
 import math
 
 import cutlass
+import cutlass.memory
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 
 from . import jit
 from .validate import Problem
 
-VECTOR = 4  # fp32 of a thread: one 16-byte load a piece
-HEADS_PER_CTA = 2  # 256 threads at d_v 512
-LOADS_IN_FLIGHT = 8  # pieces in registers, 4 each; 16 gain nothing (measured, H200)
+GROUP = 16  # heads of a warp's accumulator
+HALF = 256  # and its columns
+UNITS = 2 * HALF // 8  # of 512 bytes, in the 512 columns of a group
+UNIT = 128  # fp32
+WARPS = 8
+THREADS = 32 * WARPS
+MAX_SHARES = 4  # warps among which a unit's pieces are divided
+LOADS_IN_FLIGHT = 8  # pieces in a lane's registers, 4 fp32 each
+MAX_CTAS = 264  # two an SM
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 INF = float("inf")
+
+
+def partials(iterator: cute.Pointer, slots: Int32, s_q: Int32, h_q: int) -> tuple[cute.Tensor, cute.Tensor]:
+    """(o_partial [slots, s_q, groups, 2, 4096], lse_partial [slots, s_q, h_q]): one behind the other in scratch."""
+    groups = -(-h_q // GROUP)
+    shape = (slots, s_q, groups, 2, GROUP * HALF)
+    row = 2 * GROUP * HALF
+    strides = (Int64(s_q) * (groups * row), groups * row, row, GROUP * HALF, 1)
+    o_partial = cute.make_tensor(iterator, cute.make_layout(shape, stride=strides))
+    lse_shape = cute.make_layout((slots, s_q, h_q), stride=(Int64(s_q) * h_q, h_q, 1))
+    return o_partial, cute.make_tensor(iterator + Int64(slots) * s_q * (groups * row), lse_shape)
+
+
+def normalise(top: Float32, total: Float32, sink_log2: Float32 | None) -> tuple[Float32, Float32]:
+    """(lse, G), both base 2, from m and S: +inf where nothing is attended; G as it enters the weights."""
+    lse = cutlass.select_(total == 0.0, Float32(INF), cute.math.log2(total, fastmath=True) + top)
+    if sink_log2 is None:
+        return lse, lse
+    with_sink = lse + cute.math.log2(1.0 + cute.math.exp2(sink_log2 - lse, fastmath=True), fastmath=True)
+    alone = cutlass.select_(sink_log2 == -INF, Float32(INF), sink_log2)
+    return lse, cutlass.select_(lse == INF, alone, with_sink)
 
 
 class Combine:
@@ -34,30 +68,31 @@ class Combine:
 
     def __init__(self, problem: Problem):
         self.h_q, self.d_v = problem.h_q, problem.d_v
-        self.threads_per_head = problem.d_v // VECTOR
-        self.head_groups = -(-problem.h_q // HEADS_PER_CTA)
+        self.groups = -(-problem.h_q // GROUP)
 
     @cute.jit
     def launch(
         self,
         metadata: cute.Tensor,  # [P, 8] int32, as num_splits from a launch before the main kernel's
         num_splits: cute.Tensor,  # [b + 1] int32
-        o_partial: cute.Tensor,  # [slots, s_q, h_q, d_v] fp32, contiguous, 16-byte aligned
-        lse_partial: cute.Tensor,  # [slots, s_q, h_q] fp32, contiguous, base 2; -inf: an empty piece, o_partial unused
+        o_partial: cute.Tensor,  # as lse_partial of `partials`, 16-byte aligned
+        lse_partial: cute.Tensor,  # base 2; -inf: an empty piece, o_partial unused
         attn_sink: cute.Tensor | None,  # [h_q] fp32, natural-log units
-        out: cute.Tensor,  # [b, s_q, h_q, d_v] bf16, last dim contiguous, rows 8-byte aligned
+        out: cute.Tensor,  # [b, s_q, h_q, d_v] bf16, last dim contiguous, rows 16-byte aligned
         lse: cute.Tensor,  # [b, s_q, h_q] fp32, natural log
         stream,
     ):
-        """Writes out and lse of the requests that are split; the others are left as the main kernel wrote them.
+        """Writes out and lse of the requests in three pieces or more; the others are left as the main kernel wrote them.
 
         Programmatic dependent launch: the main kernel must be launched without it, and may trigger early.
         """
-        s_q, num_parts = out.shape[1], metadata.shape[0]
-        if num_parts > 1:  # one part alone splits nothing
+        # Each of these requests begins in one part and has at least one for itself.
+        most = min(out.shape[0], (metadata.shape[0] - 1) // 2)
+        ctas = min(most * out.shape[1] * (self.groups * UNITS * MAX_SHARES // WARPS), MAX_CTAS)
+        if ctas > 0:
             self.kernel(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse).launch(
-                grid=[s_q * self.head_groups, num_parts - 1, 1],
-                block=[HEADS_PER_CTA * self.threads_per_head, 1, 1],
+                grid=[ctas, 1, 1],
+                block=[THREADS, 1, 1],
                 use_pdl=True,
                 stream=stream,
             )
@@ -74,108 +109,168 @@ class Combine:
         lse: cute.Tensor,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        column, row, _ = cute.arch.block_idx()
-        part = row + 1  # part 0 begins with split 0 of request 0: it owns nothing
-        s_idx = column // self.head_groups
-        head = column % self.head_groups * HEADS_PER_CTA + tid // self.threads_per_head  # the same in a warp
+        cta, _, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
-        # The plan and the sink are older than the main kernel: they may be read while that one still runs.
-        if metadata[part, 4] == 1:  # begin_split; 0 in a part without work
-            req = metadata[part, 0]
-            n = num_splits[req + 1] - num_splits[req]
-            first_slot = metadata[part, 7] - 1  # field 7 is the slot of split 1; the pieces stand in split order
-            sink_log2 = Float32(-INF)
-            if const_expr(attn_sink is not None):
-                sink_log2 = attn_sink[min(head, self.h_q - 1)] * LOG2_E
-            cute.arch.griddepcontrol_wait()  # the main kernel's o_partial and lse_partial -> the loads of merge()
-            if head < self.h_q:
-                self.merge(o_partial, lse_partial, sink_log2, out, lse, req, s_idx, head, first_slot, n)
-        elif column == 0 and row == 0:
+        @cute.struct
+        class Smem:
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * UNIT], 16]  # of the shares
+            works: cute.struct.Align[cute.struct.MemRange[Int32, THREADS // 2 * 4], 16]  # req, first slot, pieces
+            counts: cute.struct.MemRange[Int32, WARPS]  # of each warp's parts: those that own a merge
+            longest: cute.struct.MemRange[Int32, WARPS]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Smem)
+        sums = cute.make_tensor(storage.sums.data_ptr(), cute.make_layout((4, 32, WARPS)))
+        works = cute.make_tensor(storage.works.data_ptr(), cute.make_layout((4, THREADS // 2)))
+        counts = cute.make_tensor(storage.counts.data_ptr(), WARPS)
+        longest = cute.make_tensor(storage.longest.data_ptr(), WARPS)
+
+        if cta == 0:
             # Even when nothing is split, this grid must not end before the main kernel does, or the kernel behind it
             # could start early: one CTA always waits.
             cute.arch.griddepcontrol_wait()
+        num_parts = metadata.shape[0]
+        for first in cutlass.range(0, num_parts, THREADS, unroll=1):  # once, but for plans larger than any GPU's
+            # The plan is older than the main kernel: it may be read while that one still runs. A part that holds split 1 of
+            # a request, and has split 2 behind it, owns the merge. Of n pieces the last one has begin_split n - 1.
+            part = first + tid
+            split, next_split = Int32(0), Int32(0)
+            if part < num_parts:
+                split = metadata[part, 4]
+            if part + 1 < num_parts:
+                next_split = metadata[part + 1, 4]
+            is_owner = (split == 1) & (next_split == 2)
+            owners = cute.arch.vote_ballot_sync(is_owner)
+            largest = cute.arch.warp_reduction_max(split)
+            if first > 0:
+                cute.arch.sync_threads()  # the last round's are read
+            if lane == 0:
+                counts[warp] = cute.arch.popc(owners)
+                longest[warp] = largest
+            cute.arch.sync_threads()
+            num_works, rank = Int32(0), cute.arch.popc(owners & ((1 << lane) - 1))
+            for w in cutlass.range_constexpr(WARPS):
+                rank += cutlass.select_(w < warp, counts[w], Int32(0))
+                num_works += counts[w]
+                largest = cutlass.max(largest, longest[w])
+            if num_works > 0:
+                if is_owner:
+                    req = metadata[part, 0]
+                    works[0, rank] = req
+                    works[1, rank] = metadata[part, 7] - 1  # field 7 is the slot of split 1; the pieces stand in split order
+                    works[2, rank] = num_splits[req + 1] - num_splits[req]
+                cute.arch.sync_threads()
+                cute.arch.griddepcontrol_wait()  # the main kernel's o_partial and lse_partial -> the loads of merge()
+                # As many warps to a unit as the longest request's pieces fill with loads: it takes the longest.
+                shares = cutlass.select_(largest >= 16, Int32(4), cutlass.select_(largest >= 8, Int32(2), Int32(1)))
+                units = WARPS // shares  # a CTA does at a time
+                rounds = out.shape[1] * (self.groups * UNITS) // units  # of a request
+                for i in cutlass.range(cta, num_works * rounds, num_ctas, unroll=1):
+                    work = i // rounds
+                    req, first_slot, n = works[0, work], works[1, work], works[2, work]
+                    unit = i % rounds * units + warp // shares
+                    self.merge(
+                        o_partial, lse_partial, attn_sink, out, lse, sums, lane, warp, req, first_slot, n, unit,
+                        warp % shares, shares,
+                    )  # fmt: skip
 
     @cute.jit
     def merge(
-        self,
-        o_partial: cute.Tensor,
-        lse_partial: cute.Tensor,
-        sink_log2: Float32,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        req: Int32,
-        s_idx: Int32,
-        head: Int32,
-        first_slot: Int32,
-        n: Int32,
-    ):
-        """One row of 512 from its n pieces. Thread t does columns 4 t ... 4 t + 3; lane l weighs pieces l + 32 i."""
-        tid, _, _ = cute.arch.thread_idx()
-        t, lane = tid % self.threads_per_head, cute.arch.lane_idx()
+        self, o_partial: cute.Tensor, lse_partial: cute.Tensor, attn_sink: cute.Tensor | None, out: cute.Tensor,
+        lse: cute.Tensor, sums: cute.Tensor, lane: Int32, warp: Int32, req: Int32, first_slot: Int32, n: Int32,
+        unit: Int32, share: Int32, shares: Int32,
+    ):  # fmt: skip
+        """One unit of one request from n pieces: this warp sums up pieces share, share + shares, ..."""
+        j, half = unit % (UNITS // 2), unit // (UNITS // 2) % 2
+        group, s_idx = unit // UNITS % self.groups, unit // (UNITS * self.groups)
+        g, c = lane // 4, lane % 4
         # Offsets in 64 bits; a step leads from one piece to the next.
-        step = Int64(out.shape[1]) * self.h_q
-        row = Int64(first_slot) * step + Int64(s_idx) * self.h_q + head
-        p_lse = lse_partial.iterator + row
-        step_o = step * (self.d_v * 4)  # bytes
-        address = o_partial.iterator.toint() + row * (self.d_v * 4) + Int64(t) * 16
+        step_o = Int64(out.shape[1]) * (self.groups * UNITS * UNIT * 4)  # bytes
+        address = o_partial.iterator.toint() + (first_slot + share) * step_o + Int64(unit * UNIT + lane * 4) * 4
+        left = (n - share + shares - 1) // shares
 
         # The first pieces are under way while the weights are computed.
-        rO = cute.make_rmem_tensor((VECTOR, LOADS_IN_FLIGHT), Float32)
+        rO = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Float32)
         rO.fill(0.0)
-        self.load_pieces(address, step_o, n, rO)
+        self.load_pieces(address, shares * step_o, left, rO)
 
-        mine = self.load_lse(p_lse, step, lane, n)
-        top = mine
-        for i in cutlass.range(lane + 32, n, 32, unroll=1):
-            top = cute.arch.fmax(top, self.load_lse(p_lse, step, i, n))
-        top = cute.arch.warp_reduction_max(top)
-        top = Float32(0) if top == -INF else top  # nothing attended: -inf - -inf would be NaN
-        total = cute.math.exp2(mine - top, fastmath=True)
-        for i in cutlass.range(lane + 32, n, 32, unroll=1):
-            total += cute.math.exp2(self.load_lse(p_lse, step, i, n) - top, fastmath=True)
-        total = cute.arch.warp_reduction_sum(total)
-        merged = Float32(INF) if total == 0.0 else cute.math.log2(total, fastmath=True) + top  # base 2
-        if t == 0:
-            lse[Int64(req), s_idx, head] = merged * LN_2
-        if merged == INF:
-            merged = Float32(INF) if sink_log2 == -INF else sink_log2
-        else:
-            merged += cute.math.log2(1.0 + cute.math.exp2(sink_log2 - merged, fastmath=True), fastmath=True)
+        # m and S of both heads, over pieces c + 4 k and then over the quad. Finite: -inf - -inf is NaN.
+        heads = [cutlass.min(GROUP * group + g + 8 * r, self.h_q - 1) for r in (0, 1)]
+        top, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        top.fill(-1e30)
+        total.fill(0.0)
+        lses = cute.make_rmem_tensor((2, LOADS_IN_FLIGHT), Float32)
+        for i in cutlass.range(0, n, 4 * LOADS_IN_FLIGHT, unroll=1):
+            self.load_lses(lse_partial, s_idx, heads, first_slot, i + c, 4, n, lses)
+            for r in cutlass.range_constexpr(2):
+                new = top[r]
+                for k in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    new = cute.arch.fmax(new, lses[r, k])
+                total[r] = total[r] * cute.math.exp2(top[r] - new, fastmath=True)
+                for k in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    total[r] = total[r] + cute.math.exp2(lses[r, k] - new, fastmath=True)
+                top[r] = new
+        merged, exponent = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # lse and G, base 2
+        for r in cutlass.range_constexpr(2):
+            new = cute.arch.warp_reduction_max(top[r], threads_in_group=4)
+            total[r] = total[r] * cute.math.exp2(top[r] - new, fastmath=True)
+            sink_log2 = None
+            if const_expr(attn_sink is not None):
+                sink_log2 = attn_sink[heads[r]] * LOG2_E
+            total_quad = cute.arch.warp_reduction_sum(total[r], threads_in_group=4)
+            merged[r], exponent[r] = normalise(new, total_quad, sink_log2)
 
-        weight = cute.math.exp2(mine - merged, fastmath=True)  # 0 past the last piece
-        acc = cute.make_rmem_tensor(VECTOR, Float32)
+        acc = cute.make_rmem_tensor(4, Float32)
         acc.fill(0.0)
-        for i in cutlass.range(0, n, LOADS_IN_FLIGHT, unroll=1):
-            source = i % 32  # the lane that holds the weight of piece i
-            if source == 0 and i > 0:
-                weight = cute.math.exp2(self.load_lse(p_lse, step, i + lane, n) - merged, fastmath=True)
-            for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                w = cute.arch.shuffle_sync(weight, source + j)
-                if w != 0.0:  # an empty piece may hold anything: 0 * NaN must not enter
-                    for c in cutlass.range_constexpr(VECTOR):
-                        acc[c] = acc[c] + w * rO[c, j]
-            address += LOADS_IN_FLIGHT * step_o
-            self.load_pieces(address, step_o, n - (i + LOADS_IN_FLIGHT), rO)
+        for i in cutlass.range(0, left, LOADS_IN_FLIGHT, unroll=1):
+            self.load_lses(lse_partial, s_idx, heads, first_slot, share + i * shares, shares, n, lses)
+            for k in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                for r in cutlass.range_constexpr(2):
+                    w = cute.math.exp2(lses[r, k] - exponent[r], fastmath=True)  # 0 past the last piece
+                    for e in cutlass.range_constexpr(2):  # an empty piece may hold anything: 0 * NaN must not enter
+                        acc[2 * r + e] = acc[2 * r + e] + cutlass.select_(w != 0.0, w * rO[2 * r + e, k], Float32(0))
+            address += (LOADS_IN_FLIGHT * shares) * step_o
+            self.load_pieces(address, shares * step_o, left - (i + LOADS_IN_FLIGHT), rO)
 
-        r_out = cute.make_rmem_tensor(VECTOR, BFloat16)
-        r_out.store(acc.load().to(BFloat16))
-        cute.autovec_copy(r_out, cute.zipped_divide(out[Int64(req), s_idx, head, None], (VECTOR,))[None, t])
+        if shares > 1:
+            cute.arch.sync_threads()  # the last unit's sums are read
+            cute.autovec_copy(acc, sums[None, lane, warp])
+            cute.arch.sync_threads()
+            for other in cutlass.range(1, cutlass.select_(share == 0, shares, Int32(1)), unroll=1):
+                for e in cutlass.range_constexpr(4):
+                    acc[e] = acc[e] + sums[e, lane, warp + other]
+        for r in cutlass.range_constexpr(2):
+            head = GROUP * group + g + 8 * r
+            if (share == 0) & (head < self.h_q):
+                pair, bf16 = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, BFloat16)
+                pair[0], pair[1] = acc[2 * r], acc[2 * r + 1]
+                bf16.store(pair.load().to(BFloat16))
+                pairs = cute.zipped_divide(out[Int64(req), s_idx, head, None], (2,))  # ((2), 256)
+                cute.autovec_copy(bf16, pairs[None, half * (HALF // 2) + 4 * j + c])
+                if unit % UNITS + c == 0:
+                    lse[Int64(req), s_idx, head] = merged[r] * LN_2
 
     @cute.jit
     def load_pieces(self, address: Int64, step: Int64, left: Int32, rO: cute.Tensor):
-        """rO[:, j] = 16 bytes of the j-th piece from `address`, step bytes apart, while there are any left."""
-        for j in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            if j < left:
-                p = cute.make_ptr(Float32, address + j * step, cute.AddressSpace.gmem, assumed_align=16)
-                cute.autovec_copy(cute.make_tensor(p, cute.make_layout(VECTOR)), rO[None, j])
+        """rO[:, k] = 16 bytes of the k-th piece from `address`, step bytes apart, while there are any left."""
+        for k in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            if k < left:
+                p = cute.make_ptr(Float32, address + k * step, cute.AddressSpace.gmem, assumed_align=16)
+                cute.autovec_copy(cute.make_tensor(p, cute.make_layout(4)), rO[None, k])
 
     @cute.jit
-    def load_lse(self, p_lse: cute.Pointer, step: Int64, i: Int32, n: Int32) -> Float32:
-        """lse of piece i in base 2, -inf past the last."""
-        value = Float32(-INF)
-        if i < n:
-            value = cute.make_tensor(p_lse + Int64(i) * step, cute.make_layout(1))[0]
-        return value
+    def load_lses(
+        self, lse_partial: cute.Tensor, s_idx: Int32, heads: list, first_slot: Int32, i: Int32, step: Int32, n: Int32,
+        lses: cute.Tensor,
+    ):  # fmt: skip
+        """lses[r, k] = lse of piece i + k step and heads[r] in base 2, -inf past the last."""
+        for k in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            for r in cutlass.range_constexpr(2):
+                value = Float32(-INF)
+                if i + k * step < n:
+                    value = lse_partial[Int64(first_slot + i + k * step), s_idx, heads[r]]
+                lses[r, k] = value
 
 
 class CombineOnly:
@@ -189,29 +284,29 @@ class CombineOnly:
         self,
         metadata: cute.Tensor,
         num_splits: cute.Tensor,
-        o_partial: cute.Tensor,
-        lse_partial: cute.Tensor,
+        scratch: cute.Tensor,
         attn_sink: cute.Tensor | None,
         out: cute.Tensor,
         lse: cute.Tensor,
         stream,
     ):
-        Combine(self.problem).launch(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse, stream)
+        pieces = partials(scratch.iterator, 2 * metadata.shape[0], out.shape[1], self.problem.h_q)
+        Combine(self.problem).launch(metadata, num_splits, *pieces, attn_sink, out, lse, stream)
 
 
 Combine.kernel.set_name_prefix("mla_combine", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 def compile(problem: Problem, config: None, arch: str):
-    """The combine alone; takes (metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse) as in `launch`."""
+    """The combine alone; takes (metadata, num_splits, scratch, attn_sink, out, lse): scratch as the main kernel's, without
+    flags, and the others as in `launch`."""
     sym, sym64 = cute.sym_int, cute.sym_int64
-    b, s_q, slots, h_q, d_v = sym(), sym(), sym(), problem.h_q, problem.d_v
+    b, s_q, h_q, d_v = sym(), sym(), problem.h_q, problem.d_v
     return jit.build(
         CombineOnly(problem),
         jit.fake_tensor(Int32, (sym(), 8), align=16),
         jit.fake_tensor(Int32, (sym(),), align=4),
-        jit.fake_tensor(Float32, (slots, s_q, h_q, d_v), align=16),
-        jit.fake_tensor(Float32, (slots, s_q, h_q), align=4),
+        jit.fake_tensor(Float32, (sym64(),), align=16),
         jit.fake_tensor(Float32, (h_q,), align=4) if problem.has_attn_sink else None,
         jit.fake_tensor(BFloat16, (b, s_q, h_q, d_v), stride=(*(sym64(divisibility=8) for _ in range(3)), 1), align=16),
         jit.fake_tensor(Float32, (b, s_q, h_q), stride=tuple(sym64() for _ in range(3)), align=4),

@@ -9,6 +9,9 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import itertools
+import os
+import secrets
 import sys
 import threading
 from collections.abc import Callable
@@ -20,7 +23,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import jit
-from .schedule import DecodePlan, plan_decode
+from .schedule import DecodePlan, max_splits, plan_decode, scratch_size
 from .target import DEFAULT_BACKEND, arch_of, target
 from .validate import Problem, check_sparse_decode
 
@@ -85,8 +88,8 @@ def sparse_decode(
 
     Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a
     CUDA graph (call it once before: a first call compiles); without a plan, each replay plans anew. Results are
-    deterministic: the same bits for the same inputs and plan. Scratch: 2 * plan.num_parts * s_q * h_q * 513 fp32 values
-    whatever b is (at most 35 MB on 132 SMs, for any s_q and h_q), nothing if num_parts is 1. There is no backward.
+    deterministic: the same bits for the same inputs and plan. Scratch: 2 * plan.num_parts * s_q slots of 32 KiB for
+    every 16 heads and 4 bytes a head whatever b is (at most 35 MB on 132 SMs, for any s_q and h_q), nothing if num_parts is 1. There is no backward.
 
     torch.compile(fullgraph=True), torch.export and make_fx make an op of the call, torch.ops.mla_cute.sparse_decode (see
     torch_ops). There `impl` must be importable by its name, and the fields of `config` ints, bools, strings, None or tuples
@@ -189,8 +192,24 @@ def sparse_decode(
         empty(*ready.scratch_spec),
         out,
         lse,
+        ready.max_splits,
+        _nonce(),
     )
     return out, lse
+
+
+def _nonce() -> int:
+    """Positive, 63 bits, and another one in every call: no memory that a call finds as its scratch holds it."""
+    return next(_calls) * _multiplier & 2**63 - 1
+
+
+def _seed() -> None:
+    global _calls, _multiplier
+    _calls, _multiplier = itertools.count(1), secrets.randbits(63) | 1  # odd: a permutation
+
+
+_seed()
+os.register_at_fork(after_in_child=_seed)
 
 
 class _Ready(NamedTuple):
@@ -210,6 +229,7 @@ class _Ready(NamedTuple):
     out_spec: tuple | None = None  # what `empty` takes
     lse_spec: tuple | None = None
     scratch_spec: tuple | None = None
+    max_splits: int = 0
 
 
 _ready = _Ready()  # of the last call: the layers of a model make the same call again and again
@@ -248,7 +268,8 @@ def _prepare(problem, plan, config, impl, backend, q, indices, extra_indices) ->
     tile_n = kernel_config.tile_n
     where.admit(b * s_q * problem.head_tiles * (-(-topk // tile_n) + -(-extra_topk // tile_n)))
     parts = kernel_config.num_parts(problem, s_q, where.num_sms) if plan is None else plan.num_parts
-    slots = 2 * parts if parts > 1 else 0  # a plan in one part splits no request: there are no partial results
+    has_lengths = problem.has_topk_length or problem.has_extra_topk_length
+    how = parts, tile_n, kernel_config.fixed_overhead_blocks
     made = _Ready(
         problem,
         None if plan is None else plan.kind,
@@ -263,7 +284,8 @@ def _prepare(problem, plan, config, impl, backend, q, indices, extra_indices) ->
         empty=where.empty,
         out_spec=_spec(torch.bfloat16, b, s_q, h_q, problem.d_v),
         lse_spec=_spec(torch.float32, b, s_q, h_q),
-        scratch_spec=_spec(torch.float32, slots * s_q * h_q * (problem.d_v + 1)),
+        scratch_spec=_spec(torch.float32, scratch_size(parts, s_q, h_q)),
+        max_splits=max_splits(b, topk, extra_topk, has_lengths, *how),
     )
     if backend is None:
         _ready = made

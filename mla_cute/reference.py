@@ -441,11 +441,13 @@ def compile(problem: Problem, config: Config, arch: str | None = None) -> Callab
         extra_topk_length: torch.Tensor | None,  # [b] int32
         attn_sink: torch.Tensor | None,  # [h_q] fp32
         softmax_scale: float,
-        metadata: torch.Tensor | None,  # this and the next two: not used
+        metadata: torch.Tensor | None,  # of the plan, as the next two and the last two: not used
         num_splits: torch.Tensor | None,
         scratch: torch.Tensor | None,
         out: torch.Tensor,  # [b, s_q, h_q, d_v] bf16, any strides
         lse: torch.Tensor,  # [b, s_q, h_q] fp32, any strides
+        max_splits: int = 0,
+        nonce: int = 0,
     ) -> None:
         o, ls = sparse_decode(
             q,

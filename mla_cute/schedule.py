@@ -1,14 +1,15 @@
 """Who does what: `plan_decode` deals the key blocks of all requests to one wave of CTAs; a `DecodePlan` holds it.
 
 A kernel is launched with P parts (CTAs per query token and tile of heads). Each part is a run of consecutive key
-blocks, all about equally long, possibly from several requests; a request that two or more parts share is split, and its
-pieces are merged behind the main kernel (`mla_cute.combine`). The rules, and the records but for their last field, are
+blocks, all about equally long, possibly from several requests; a request that two or more parts share is split. Two pieces
+are merged by the part that ends last, three or more behind the main kernel (`mla_cute.combine`). The rules, and the records but for their last field, are
 those of FlashMLA's metadata kernel; `mla_cute.reference.plan` states them, `mla_cute.schedule_kernel` computes them on
 the device.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterable
@@ -21,7 +22,19 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from . import reference
 from .target import Target, is_recorded, is_traced, target
-from .validate import FORMATS, INT32_MAX, MAX_HEADS, MAX_S_Q, MAX_TOPK, Problem, check_dense, check_int, check_plain
+from .validate import (
+    D_V,
+    FORMATS,
+    HEAD_TILE,
+    INT32_MAX,
+    MAX_HEADS,
+    MAX_S_Q,
+    MAX_TOPK,
+    Problem,
+    check_dense,
+    check_int,
+    check_plain,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,6 +82,13 @@ class DecodePlan:
     @property
     def device(self) -> torch.device:
         return self.metadata.device
+
+    @property
+    def max_splits(self) -> int:
+        """The most pieces of one request: exact without lengths, which are on the device, else an upper bound."""
+        has_lengths = self.has_topk_length or self.has_extra_topk_length
+        how = self.num_parts, self.tile_n, self.fixed_overhead_blocks
+        return max_splits(self.b, self.topk, self.extra_topk, has_lengths, *how)
 
     @functools.cached_property
     def kind(self) -> object:
@@ -158,6 +178,40 @@ register_pytree_node(
     from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_with_keys,
 )
+
+
+@functools.lru_cache(4096)
+def max_splits(
+    b: int, topk: int, extra_topk: int, has_lengths: bool, num_parts: int, tile_n: int, fixed_overhead_blocks: int
+) -> int:
+    """The most pieces that the plan of such a call cuts a request into: exact, or with lengths (on the device) at most.
+
+    A part within a request has step = payload - overhead of its blocks, a request's first and last part one or more.
+    """
+    blocks, overhead = -(-topk // tile_n) + -(-extra_topk // tile_n), fixed_overhead_blocks
+    if b == 0:
+        return 1
+    if has_lengths:
+        step = -(-b * (1 + overhead) // num_parts)  # when all have one block, the shortest
+        return min(num_parts, blocks, 2 + (blocks - 2) // step)
+    cost = blocks + overhead
+    step = -(-b * cost // num_parts)
+    x, cuts = 0, collections.Counter()  # where a part ends, on the axis of all costs; cuts within each request
+    while x < b * cost:  # reference.plan's walk
+        req = (x + step + overhead) // cost
+        x = max(x + step, cost * req) if req < b else b * cost
+        cuts[x // cost] += x % cost != 0
+    return 1 + max(cuts.values())
+
+
+def scratch_size(num_parts: int, s_q: int, h_q: int) -> int:
+    """fp32 values of scratch: two slots a part, for every query token O of whole groups of 16 heads, lse, and flags.
+
+    A flag, 64 bits, is for 256 columns of a tile of 64 heads. One part alone splits nothing: 0.
+    """
+    if num_parts == 1:
+        return 0
+    return 2 * num_parts * s_q * (-(-h_q // 16) * 16 * D_V + h_q + 4 * -(-h_q // HEAD_TILE))
 
 
 _NAMES = ("q", "indices", "topk_length", "extra_indices", "extra_topk_length")

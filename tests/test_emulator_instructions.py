@@ -366,6 +366,91 @@ def test_flags_in_shared_memory_by_strong_accesses():
     assert (lanes(body + STORE, threads=64, smem=64, schedules=range(8)) == [0] * 32 + [7] * 32).all()
 
 
+# ----- global memory between CTAs -------------------------------------------------------------------------------------
+
+
+def second_adds(flag_before: str, flag: str, barrier: str = "bar.sync 0;") -> str:
+    """Two CTAs store a word a thread; the one that finds the other's flag (%a1) set adds up both."""
+    return f"""mov.u32 %r1, %ctaid.x; mad.lo.u32 %r2, %r1, 64, %t; mad.wide.u32 %d0, %r2, 4, %a0; xor.b32 %r3, %r2, 64;
+    mad.wide.u32 %d1, %r3, 4, %a0; setp.ne.u32 %p0, %t, 0; mov.b64 %d2, 7; mov.b64 %d3, 0; setp.ne.b64 %p1, %d2, %d2;
+    @%p0 bra LOOKED; {flag_before} LOOKED: setp.eq.b64 %p1, %d3, %d2; barrier.cta.red.or.pred %p2, 0, 64, %p1;
+    @%p2 bra SECOND; st.global.b32 [%d0], %r2; {barrier}
+    @%p0 bra SET; {flag} SET: setp.eq.b64 %p1, %d3, %d2; barrier.cta.red.or.pred %p2, 0, 64, %p1; @!%p2 bra END;
+    SECOND: ld.global.b32 %r4, [%d1]; add.u32 %r4, %r4, %r2; mad.wide.u32 %d4, %t, 4, %a2; st.global.b32 [%d4], %r4; END:"""
+
+
+LOOK = "ld.acquire.gpu.global.b64 %d3, [%a1];"
+SET = "atom.acq_rel.gpu.global.exch.b64 %d3, [%a1], %d2;"
+
+
+@pytest.mark.parametrize(
+    "before, flag",
+    [
+        (LOOK, SET),
+        ("", SET),
+        (LOOK, "fence.acq_rel.gpu; atom.relaxed.gpu.global.exch.b64 %d3, [%a1], %d2; fence.acq_rel.gpu;"),
+        ("ld.relaxed.gpu.global.b64 %d3, [%a1]; fence.acq_rel.gpu;", SET),
+        ("", "fence.acq_rel.sys; atom.global.exch.b64 %d3, [%a1], %d2; fence.acq_rel.sys;"),
+        ("ld.acquire.sys.b64 %d3, [%a1];", "atom.acq_rel.sys.exch.b64 %d3, [%a1], %d2;"),
+    ],
+)
+def test_a_flag_in_global_memory_orders_two_ctas(before, flag):
+    for n in range(8):
+        words, flags, out = np.zeros(128, np.uint32), np.zeros(1, np.uint64), np.zeros(64, np.uint32)
+        found = run(second_adds(before, flag), (words, flags, out), threads=64, grid=(2, 1, 1), options=Options.schedule(n))
+        assert not found, found[0]
+        assert (out == 64 + 2 * np.arange(64)).all()
+
+
+@pytest.mark.parametrize(
+    "before, flag, barrier",
+    [
+        ("", "atom.relaxed.gpu.global.exch.b64 %d3, [%a1], %d2;", "bar.sync 0;"),  # neither releases nor acquires
+        ("", "atom.release.gpu.global.exch.b64 %d3, [%a1], %d2;", "bar.sync 0;"),  # does not acquire
+        ("", "atom.acquire.gpu.global.exch.b64 %d3, [%a1], %d2;", "bar.sync 0;"),  # does not release
+        ("", "fence.acq_rel.gpu; atom.relaxed.gpu.global.exch.b64 %d3, [%a1], %d2;", "bar.sync 0;"),
+        ("", "atom.relaxed.gpu.global.exch.b64 %d3, [%a1], %d2; fence.acq_rel.gpu;", "bar.sync 0;"),
+        ("", "fence.acq_rel.cta; atom.relaxed.gpu.global.exch.b64 %d3, [%a1], %d2; fence.acq_rel.cta;", "bar.sync 0;"),
+        ("", "atom.acq_rel.cta.global.exch.b64 %d3, [%a1], %d2;", "bar.sync 0;"),  # of another CTA
+        ("ld.relaxed.gpu.global.b64 %d3, [%a1];", SET, "bar.sync 0;"),
+        ("ld.acquire.cta.global.b64 %d3, [%a1];", SET, "bar.sync 0;"),
+        ("", SET, ""),  # releases thread 0's warp's stores only
+    ],
+)
+def test_a_flag_in_global_memory_that_orders_nothing(before, flag, barrier):
+    words, flags, out = np.zeros(128, np.uint32), np.zeros(1, np.uint64), np.zeros(64, np.uint32)
+    body = second_adds(before, flag, barrier)
+    kinds = set()
+    for n in (0, 3):  # one CTA behind the other: the second one finds the flag
+        flags[:] = 0
+        kinds |= {f.kind for f in run(body, (words, flags, out), threads=64, grid=(2, 1, 1), options=Options.schedule(n))}
+    assert kinds == {"race"}
+
+
+def test_what_is_known_of_one_cta_is_passed_on_by_another():
+    body = """mov.u32 %r1, %ctaid.x; mad.lo.u32 %r2, %r1, 32, %t; mad.wide.u32 %d0, %r2, 4, %a0; st.global.b32 [%d0], %t;
+    setp.ne.u32 %p0, %t, 0; @%p0 bra END; atom.acq_rel.gpu.global.add.u32 %r3, [%a1], 1; setp.ne.u32 %p1, %r3, 2; @%p1 bra END;
+    ld.global.b32 %r4, [%a0+8]; ld.global.b32 %r5, [%a0+136]; ld.global.b32 %r6, [%a0+264]; END:"""
+    for n in range(8):
+        words, count = np.zeros(96, np.uint32), np.zeros(1, np.uint32)
+        assert not run(body, (words, count), grid=(3, 1, 1), options=Options.schedule(n))
+    relaxed = body.replace("acq_rel", "relaxed")
+    assert [f.kind for f in run(relaxed, (words, np.zeros(1, np.uint32)), grid=(3, 1, 1))][:1] == ["race"]
+
+
+def test_two_ctas_that_store_to_the_same_place():
+    body = "mov.u32 %r1, %ctaid.x; st.global.b32 [%e], {};"
+    words = np.zeros(32, np.uint32)
+    assert not run(body.format("%t"), (words,), grid=(2, 1, 1))  # the same
+    (found,) = run(body.format("%r1"), (words,), grid=(2, 1, 1))
+    assert found.kind == "race" and found.place.cta != found.other.cta
+    warps = """setp.ge.u32 %p0, %t, 32; mov.u32 %r1, 1; @!%p0 st.global.b32 [%e], %r1; {}
+    @%p0 ld.global.b32 %r2, [%e+-128];"""
+    assert not run(warps.format("bar.sync 0;"), (words,), threads=64)
+    found = [f.kind for n in range(8) for f in run(warps.format(""), (words,), threads=64, options=Options.schedule(n))]
+    assert set(found) == {"race"}  # where the store comes first
+
+
 # ----- atomics --------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .global_order import PLACES, Event, GlobalOrder
 from .taint import Tainted, plain
 
 LANES = 32
@@ -183,6 +184,8 @@ class Wait:
 
 class GlobalMemory:
     """The address ranges that kernels may touch: those of the tensors that were passed, at their real addresses."""
+
+    fault = Fault  # that `find` raises
 
     def __init__(self):
         self.starts: list[int] = []
@@ -396,7 +399,9 @@ class Warp:
         self.wgmma = None  # state of the warp's wgmma pipeline, see ops_wgmma
         self.cluster_round: int | None = None  # of barrier.cluster, between arrive and wait
         self.fenced = self.clock.copy()  # what a relaxed arrival releases: the clock at the last fence
+        self.fenced_wide = self.fenced  # the same of a fence that other clusters may rely on
         self.relaxed: np.ndarray | None = None  # what relaxed waits have seen; a fence acquires it
+        self.seen: list[Event] = []  # and relaxed loads of global memory
         self.loads: dict[int, tuple[Cta, np.ndarray]] = {}  # pc -> granules of loads that may not be done, see hazards
         self.met: set[int] = set()  # ranks of the CTAs that are known to have started
         self.renamed: set[int] = set()  # registers that hold a Renamed
@@ -510,11 +515,20 @@ class Warp:
         np.maximum(self.clock[1], self.clock[0], out=self.clock[1])
         self.clock[0, self.agent] += 1
 
-    def fence(self) -> None:
-        """A fence of the generic proxy: relaxed arrivals behind it release, relaxed waits before it acquire."""
+    def fence(self, is_wide: bool = False) -> None:
+        """A fence of the generic proxy: relaxed arrivals behind it release, relaxed waits before it acquire.
+
+        is_wide: its scope is more than the cluster.
+        """
         if self.relaxed is not None:
             self.acquire(self.relaxed)
+        if is_wide:
+            for event in self.seen:
+                self.machine.order.learn(self, event)
+            self.seen = []
         self.fenced = self.release()
+        if is_wide:
+            self.fenced_wide = self.fenced
 
     # --- shared memory
 
@@ -657,7 +671,9 @@ class Warp:
 
     def report(self, kind: str, message: str, other_agent: int, other_pc: int) -> None:
         """A finding that does not stop the launch."""
-        other = self.machine.place(*self.cta.cluster.agent_home(other_agent), other_pc)
+        self.report_place(kind, message, self.machine.place(*self.cta.cluster.agent_home(other_agent), other_pc))
+
+    def report_place(self, kind: str, message: str, other: Place) -> None:
         self.machine.add(Finding(kind, message, self.place(), other))
 
     def place(self) -> Place:
@@ -759,7 +775,10 @@ class Cluster:
         self.grid = grid
         block = grid.launch.block
         self.warps_per_cta = -(-block[0] * block[1] * block[2] // LANES)
-        self.clock_size = 1 + len(ctas) * (2 * self.warps_per_cta + MBARRIERS)
+        self.clock_size = 1 + len(ctas) * (2 * self.warps_per_cta + MBARRIERS) + PLACES
+        self.number = grid.started  # in its launch
+        grid.started += 1
+        self.foreign: list[Event] = []  # what warps of it have acquired from other clusters, see global_order
         self.asyncs: list[Async] = []
         self.progress = 0
         self.left = 0  # warps that have ended
@@ -884,6 +903,8 @@ class Grid:
         self.dependency_met = True  # griddepcontrol.wait: the launch before has ended
         self.cta_group: int | None = None  # of the kernel's tcgen05 instructions
         self.active: list[Cluster] = []
+        self.started = 0  # clusters so far
+        self.order = GlobalOrder()
         self.current: Warp | None = None  # the warp that runs
         self.time = 0  # instructions run so far
         size = launch.cluster if launch.cluster != (1, 1, 1) else program.cluster
@@ -913,8 +934,11 @@ class Grid:
             trace.launched(self)
 
     def place(self, cta: Cta, warp: int, pc: int) -> Place:
+        return self.place_of(cta.index, warp, pc)
+
+    def place_of(self, cta: tuple[int, int, int], warp: int, pc: int) -> Place:
         ins = self.program.kernel.instructions[min(pc, len(self.program.kernel.instructions) - 1)]
-        return Place(self.launch.kernel, cta.index, warp, ins.line, ins.text, ins.source)
+        return Place(self.launch.kernel, cta, warp, ins.line, ins.text, ins.source)
 
     def add(self, finding: Finding) -> None:
         """Keep a finding, once for each pair of instructions."""

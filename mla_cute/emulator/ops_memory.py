@@ -8,6 +8,7 @@ import numpy as np
 
 from . import matrix, numeric
 from .decode import UINT, Closure, Decoder, UnsupportedInstruction, op, with_lanes
+from .global_order import active
 from .machine import (
     GRANULE,
     LANES,
@@ -58,8 +59,8 @@ def load(ins: Instruction, d: Decoder) -> Closure:
         return _load_param(ins, d, outs, store, kind, count)
     at = d.address(source)
     read = READERS[space.partition("::")[0]]
-    if rest & STRONG and space.partition("::")[0] in ("", "shared"):
-        read = _strong_reader(space)
+    if rest & STRONG and space.partition("::")[0] in ("", "shared", "global"):
+        read = _strong_reader(space, rest)
     if kind == "b128":
         return lambda w: w.write(outs[0], read(w, at(w), 8, 2))
 
@@ -128,8 +129,8 @@ def store(ins: Instruction, d: Decoder) -> Closure:
     idx = d.regs(ins.operands[1], kind)
     at = d.address(ins.operands[0])
     write = WRITERS[space.partition("::")[0]]
-    if rest & STRONG and space.partition("::")[0] in ("", "shared"):
-        write = _strong_writer(space)
+    if rest & STRONG and space.partition("::")[0] in ("", "shared", "global"):
+        write = _strong_writer(space, rest)
     dtype = UINT.get(size)
 
     def run(w: Warp):
@@ -222,11 +223,16 @@ def _by_cta(w: Warp, addresses: np.ndarray) -> list[np.ndarray]:
     return [w.mask & (ranks == rank) for rank in np.unique(ranks[w.mask])]
 
 
-def _strong_reader(space: str):
+def _strong_reader(space: str, modifiers: set[str]):
     """Loads that may race with other strong accesses and atomics; on shared memory all of them acquire."""
 
     def read(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
         space_now, window = (space.partition("::")[0], 0) if space else _space(w, addresses)
+        if space_now == "global":
+            values = _load_global(w, addresses, size, count)
+            for at in active(w, addresses):
+                w.machine.order.acquire(w, int(at), modifiers)
+            return values
         if space_now != "shared":
             return READERS[space_now](w, addresses - window, size, count)
         places = []
@@ -247,11 +253,16 @@ def _strong_reader(space: str):
     return read
 
 
-def _strong_writer(space: str):
+def _strong_writer(space: str, modifiers: set[str]):
     """Stores that may race with other strong accesses and atomics; on shared memory all of them release."""
 
     def write(w: Warp, addresses: np.ndarray, size: int, values: np.ndarray) -> None:
         space_now, window = (space.partition("::")[0], 0) if space else _space(w, addresses)
+        if space_now == "global":
+            _store_global(w, addresses, size, values)
+            for at in active(w, addresses):
+                w.machine.order.release(w, int(at), modifiers, is_atomic=False)
+            return None
         if space_now != "shared":
             return WRITERS[space_now](w, addresses - window, size, values)
         clocks, known = _clocks(w), w.clock.copy()
@@ -295,6 +306,17 @@ def load_accesses(ins: Instruction, d: Decoder) -> Callable[[Warp], tuple[Cta, n
 
 
 def read_global(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
+    values = _load_global(w, addresses, size, count)
+    w.machine.order.read(w, active(w, addresses), size * count)
+    return values
+
+
+def write_global(w: Warp, addresses: np.ndarray, size: int, values: np.ndarray) -> None:
+    changes = _store_global(w, addresses, size, values)
+    w.machine.order.write(w, active(w, addresses), size * values.shape[1], changes)
+
+
+def _load_global(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
     w.need_defined(addresses, "an address")
     addresses = plain(addresses)
     if not w.full:
@@ -304,7 +326,8 @@ def read_global(w: Warp, addresses: np.ndarray, size: int, count: int) -> np.nda
     return array[index]
 
 
-def write_global(w: Warp, addresses: np.ndarray, size: int, values: np.ndarray) -> None:
+def _store_global(w: Warp, addresses: np.ndarray, size: int, values: np.ndarray) -> bool:
+    """Returns whether anything changed."""
     w.need_defined(values, "a store")
     w.need_defined(addresses, "an address")
     values, addresses = plain(values), plain(addresses)
@@ -312,7 +335,9 @@ def write_global(w: Warp, addresses: np.ndarray, size: int, values: np.ndarray) 
         addresses, values = addresses[w.mask], values[w.mask]
     _aligned(addresses, size * values.shape[1])
     array, index = w.machine.memory.index(_elements(addresses, size, values.shape[1]), size)
+    changes = not np.array_equal(array[index], values)
     array[index] = values
+    return changes
 
 
 def _elements(addresses: np.ndarray, size: int, count: int) -> np.ndarray:
@@ -487,6 +512,9 @@ def atomic(ins: Instruction, d: Decoder) -> Closure:
                 old[lane] = array[i]
                 array[i] = change(array[i], *[w.regs[v[n]][lane] for v in values])
                 changed = changed or array[i] != old[lane]
+                if space_now == "global":
+                    w.machine.order.acquire(w, address, rest)
+                    w.machine.order.release(w, address, rest, is_atomic=True)
             if out >= 0:
                 w.write(out, old)
         w.cta.cluster.progress += changed

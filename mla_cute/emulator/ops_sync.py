@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .decode import Closure, Decoder, UnsupportedInstruction, op
+from .global_order import WIDE
 from .machine import DEPENDENCY, LANES, OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW, Fault, Mbarrier, Wait, Warp
 from .ptx import Instruction, Memory
 
@@ -304,7 +305,8 @@ def fence(ins: Instruction, d: Decoder) -> Closure:
     known |= {"sync_restrict::shared::cluster"}
     if parts - known:
         raise UnsupportedInstruction(f"PTX line {ins.line}: the emulator does not know {ins.opcode}")
-    return lambda w: w.fence()
+    is_wide = bool(parts & WIDE)
+    return lambda w: w.fence(is_wide)
 
 
 # ----- between launches -----------------------------------------------------------------------------------------------

@@ -106,14 +106,38 @@ def quad_transpose(words: list, lane: Int32) -> list:
     return words
 
 
-def barrier_any(barrier_id: int, num_threads: int, predicate) -> Uint32:
+def barrier_any(barrier_id: Int32, num_threads: int, predicate) -> Uint32:
     """Barrier of `num_threads` threads; 1 if the predicate holds in any of them, else 0."""
     code = (
         "{ .reg .pred mine, any; setp.ne.u32 mine, {$r0}, 0; "
-        f"barrier.cta.red.or.pred any, {int(barrier_id)}, {num_threads}, mine; "
+        f"barrier.cta.red.or.pred any, {{$r1}}, {num_threads}, mine; "
         "selp.u32 {$w0}, 1, 0, any; }"
     )
-    return inline_ptx(code, write_only_types=[Uint32], read_only_args=[Uint32(predicate)])
+    return inline_ptx(code, write_only_types=[Uint32], read_only_args=[Uint32(predicate), Int32(barrier_id)])
+
+
+def load_acquire_gpu(address: Int64) -> Int64:
+    """64 bits of global memory: when another CTA has released them, what it wrote before is visible from here on."""
+    return inline_ptx("ld.acquire.gpu.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])
+
+
+def exchange_gpu(address: Int64, value: Int64) -> Int64:
+    """Atomic exchange in global memory, release (also of what a barrier has ordered before it) and acquire."""
+    code = "atom.acq_rel.gpu.global.exch.b64 {$w0}, [{$r0}], {$r1};"
+    return inline_ptx(code, write_only_types=[Int64], read_only_args=[address, value])
+
+
+def store_relaxed_gpu(address: Int64, value: Int64) -> None:
+    """64 bits to global memory, of which atomics are used elsewhere."""
+    inline_ptx("st.relaxed.gpu.global.b64 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def weighted_sum(x: Float32, weight_x: Float32, y: Float32, weight_y: Float32) -> Float32:
+    """x * weight_x + y * weight_y, both products rounded: symmetric, where a fused multiply-add is not."""
+    code = (
+        "{ .reg .f32 a, b; mul.rn.f32 a, {$r0}, {$r1}; mul.rn.f32 b, {$r2}, {$r3}; add.rn.f32 {$w0}, a, b; }"
+    )
+    return inline_ptx(code, write_only_types=[Float32], read_only_args=[x, weight_x, y, weight_y])
 
 
 def set_registers(count: int) -> None:

@@ -23,7 +23,8 @@ A CTA owns one partition of the plan (a run of key blocks, perhaps of several re
  5. P = exp2(z - m) in fp16 -> shared memory; l = l * alpha + sum over t of P / 2^x(t)                               [convert]
  6. O = alpha * O + P V: the exponents of P and V cancel                                                             [math]
 After a request's last block, lse = m ln 2 + ln(l), and O / (l + sink) goes from registers to global memory, while convert
-goes on with the next request.
+goes on with the next request. Of a request in two pieces, each math warpgroup merges its 256 columns in the CTA that ends
+last: the other one has left its piece in scratch. Only requests in three or more need the combine kernel.
 
 Why it is built so, in SM cycles measured on an H200 (docs/tuning-sm90.md): the convert warps are the chain that sets the pace,
 about 4,100 a block; matrix units are busy 2,176 of them. fp16 takes 19 instructions a token where bf16 takes 43. Records are
@@ -61,7 +62,7 @@ from cutlass import (
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from .. import jit
-from ..combine import Combine
+from ..combine import GROUP, Combine, normalise, partials
 from ..kv_cache import MODEL1, V32, KVFormat
 from ..validate import Problem, check_int
 from .helpers import (
@@ -71,8 +72,10 @@ from .helpers import (
     bf16_to_fp16,
     bulk_copy_to_smem,
     e4m3_to_fp16,
+    exchange_gpu,
     fp16_pair,
     fragment_row,
+    load_acquire_gpu,
     load_row,
     load_smem_16b,
     mul_bf16x2,
@@ -81,9 +84,12 @@ from .helpers import (
     quad_transpose,
     set_registers,
     smem_tensor,
+    store_relaxed_gpu,
     store_smem_16b,
+    weighted_sum,
 )
 
+LOADS_AHEAD = 3  # 16 bytes each of the other piece: registers allow no more
 INF = float("inf")
 FORMATS = {fmt.name: fmt for fmt in (V32, MODEL1)}
 TILE_M = 64  # heads of a CTA: the M of a WGMMA
@@ -163,6 +169,7 @@ class NamedBarriers(enum.IntEnum):
 
     CONVERT = 1  # the 128 threads of convert among themselves
     FIRST_Q = 2  # all threads: the first request's Q is converted
+    MERGE = 3  # and 4: the 128 threads of a math warpgroup among themselves
 
 
 class Part(NamedTuple):
@@ -200,8 +207,11 @@ class Params(NamedTuple):
     extra_topk_length: cute.Tensor | None  # [b] int32
     attn_sink: cute.Tensor | None  # [h_q] fp32, natural log
     metadata: cute.Tensor  # [num_parts, 8] int32
-    o_partial: cute.Tensor  # [2 * num_parts, s_q, h_q, 512] fp32
+    num_splits: cute.Tensor  # [b + 1] int32
+    o_partial: cute.Tensor  # [2 * num_parts, s_q, groups of 16 heads, 2, 4096] fp32, in fragment order: see combine.py
     lse_partial: cute.Tensor  # [2 * num_parts, s_q, h_q] fp32, base 2
+    flags: cute.Tensor  # [2 * num_parts, s_q, head tiles, 2] int64: `nonce` once the request in two has a piece there
+    nonce: Int64  # another one in every launch: flags begin as they are
     out: cute.Tensor  # [b, s_q, h_q, 512] bf16
     lse: cute.Tensor  # [b, s_q, h_q] fp32, natural log
     scale_log2: Float32  # softmax_scale * log2(e)
@@ -273,6 +283,8 @@ class SparseDecode:
         scratch: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        max_splits: Int32,
+        nonce: Int64,
         stream,
     ):
         mma_qk = cute.make_tiled_mma(  # S^T [64 keys, 64 heads]: K from registers, Q from shared memory
@@ -329,16 +341,16 @@ class SparseDecode:
             record: cute.struct.MemRange[Int32, 8]
 
         self.Smem = Smem
-        # Scratch: the pieces' O, behind them their lse. One part alone splits nothing and needs none.
+        # Scratch: the pieces' O, behind them their lse and the flags. One part alone splits nothing and needs none.
         s_q, slots = q.shape[1], 2 * metadata.shape[0]
-        rows = cute.make_layout((slots, s_q, self.h_q), stride=(s_q * self.h_q, self.h_q, 1))
-        lse_partial = cute.make_tensor(scratch.iterator + Int64(cute.size(rows)) * self.fmt.d_v, rows)
-        d_v = self.fmt.d_v
-        o_strides = (s_q * self.h_q * d_v, self.h_q * d_v, d_v, 1)
-        o_partial = cute.make_tensor(scratch.iterator, cute.make_layout((*rows.shape, d_v), stride=o_strides))
+        o_partial, lse_partial = partials(scratch.iterator, slots, s_q, self.h_q)
+        flags = cute.make_tensor(
+            cute.recast_ptr(lse_partial.iterator + Int64(slots) * s_q * self.h_q, dtype=Int64),
+            cute.make_layout((slots, s_q, self.head_tiles, 2), stride=(s_q * self.head_tiles * 2, self.head_tiles * 2, 2, 1)),
+        )
         params = Params(
             q, kv_cache, indices, topk_length, extra_kv_cache, extra_indices, extra_topk_length, attn_sink, metadata,
-            o_partial, lse_partial, out, lse, softmax_scale * LOG2_E,
+            num_splits, o_partial, lse_partial, flags, nonce, out, lse, softmax_scale * LOG2_E,
         )  # fmt: skip
         # Head tiles of one query token are neighbours in the grid, so that the second gather of a record hits L2.
         self.kernel(params, mma_qk, mma_rope, mma_pv, tma_q, tma_mQ, layout_q, layout_q_tiles, layout_v, layout_p).launch(
@@ -348,7 +360,8 @@ class SparseDecode:
             min_blocks_per_mp=1,  # without it ptxas drops setmaxnreg
             stream=stream,
         )
-        Combine(self.problem).launch(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse, stream)
+        if max_splits > 2:
+            Combine(self.problem).launch(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse, stream)
 
     @cute.kernel
     def kernel(
@@ -514,7 +527,9 @@ class SparseDecode:
                 if i + 1 == last_block:
                     factor_0, factor_1 = sFactor[row], sFactor[row + 8]
                     self.release(shared.p_empty)  # behind it convert may write the next request's factors
-                    self.store_o(params, part, r, s_idx, head_tile, row, t % 4, half, accO, factor_0, factor_1)
+                    for j in cutlass.range_constexpr(cute.size(accO)):
+                        accO[j] = accO[j] * (factor_0, factor_1)[j // 2 % 2]
+                    self.finish_o(params, part, r, s_idx, head_tile, t, half, accO)
                 else:
                     self.release(shared.p_empty)
                 req, block, last, index, is_extra, zeros = self.fill(
@@ -1163,43 +1178,128 @@ class SparseDecode:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def store_o(
-        self, params: Params, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, row: Int32, pc: Int32, half: Int32,
-        accO: cute.Tensor, factor_0: Float32, factor_1: Float32,
+    def finish_o(
+        self, params: Params, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
+        accO: cute.Tensor,
     ):  # fmt: skip
-        """Half of O from registers to global memory: bf16, or fp32 for a piece.
+        """Half of O to where it belongs: out, or scratch for a piece of a split request.
 
-        Element e + 2 r + 4 j of accO is row + 8 r, column 8 j + 2 pc + e. A quad of lanes holds 32 columns of a row in four
-        groups of 8; as bf16 they are transposed, so that each lane stores 16 bytes.
+        The first of two pieces to be complete goes to scratch, and the flag says so; who finds it there merges. Nobody waits,
+        so the two CTAs need not run at the same time. The flag's exchange makes the whole warpgroup's piece visible, and
+        convert's lse, which p_full and the barrier order before it.
         """
         work = self.work_range(params, part, req)
+        is_complete = ~work.is_split
+        if work.is_split:
+            is_pair = params.num_splits[req + 1] - params.num_splits[req] == 2
+            # Pieces stand in split order; only the part's first request can have some before it.
+            piece = cutlass.select_(req == part.begin_req, part.record[4], Int32(0))
+            flags = params.flags[Int64(work.slot - piece), s_idx, head_tile, None]
+            flag = flags.iterator.toint() + half * 8
+            is_second = Uint32(0)
+            if is_pair:
+                found = Int64(0)  # which no nonce is
+                if t == 0:
+                    found = load_acquire_gpu(flag)
+                is_second = barrier_any(NamedBarriers.MERGE + half, WARPGROUP, found == params.nonce)
+            if is_second == 0:
+                self.store_piece(params, work.slot, s_idx, head_tile, t, half, accO)
+                if is_pair:
+                    cute.arch.barrier(barrier_id=NamedBarriers.MERGE + half, number_of_threads=WARPGROUP)
+                    found = Int64(0)
+                    if t == 0:
+                        found = exchange_gpu(flag, params.nonce)
+                    is_second = barrier_any(NamedBarriers.MERGE + half, WARPGROUP, found == params.nonce)
+            if is_second != 0:
+                is_complete = Boolean(True)
+                self.merge_pair(params, work.slot, work.slot + 1 - 2 * piece, req, s_idx, head_tile, t, half, accO)
+                if t == 0:
+                    store_relaxed_gpu(flag, Int64(0))  # a replay of a CUDA graph has the same nonce
+        if is_complete:
+            self.store_o(params, req, s_idx, head_tile, t, half, accO)
+
+    def piece_of(self, params: Params, slot: Int32, s_idx: Int32, group: Int32, half: Int32, lane: Int32) -> list[cute.Tensor]:
+        """This lane's elements 4 j ... 4 j + 3 of a piece in scratch, [4] for each j."""
+        address = params.o_partial[Int64(slot), s_idx, group, 1 - half, None].iterator.toint() + lane * 16
+        pointers = [cute.make_ptr(Float32, address + j * 512, cute.AddressSpace.gmem, assumed_align=16) for j in range(HALF // 8)]
+        return [cute.make_tensor(p, 4) for p in pointers]
+
+    @cute.jit
+    def store_piece(
+        self, params: Params, slot: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32, accO: cute.Tensor
+    ):  # fmt: skip
+        """Half of O as it is to scratch."""
+        group = head_tile * (TILE_M // GROUP) + t // 32
+        if group * GROUP < self.h_q:
+            piece = self.piece_of(params, slot, s_idx, group, half, t % 32)
+            for j in cutlass.range_constexpr(HALF // 8):
+                cute.autovec_copy(cute.make_tensor(accO.iterator + 4 * j, 4), piece[j])
+
+    @cute.jit
+    def merge_pair(
+        self, params: Params, slot: Int32, other_slot: Int32, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32,
+        half: Int32, accO: cute.Tensor,
+    ):  # fmt: skip
+        """O of a request from this piece, in accO, and the other one, in scratch: the maths of combine.py. And its lse.
+
+        Both products are rounded before they are added: the sum is the same whoever makes it. An empty piece's O is 0.
+        """
+        group = head_tile * (TILE_M // GROUP) + t // 32
+        if group * GROUP < self.h_q:
+            piece = self.piece_of(params, other_slot, s_idx, group, half, t % 32)
+            weight = cute.make_rmem_tensor((2, 2), Float32)  # (row, this piece or the other)
+            for r in cutlass.range_constexpr(2):
+                head = head_tile * TILE_M + fragment_row(t) + 8 * r
+                row = cutlass.min(head, self.h_q - 1)
+                mine = params.lse_partial[Int64(slot), s_idx, row]
+                other = params.lse_partial[Int64(other_slot), s_idx, row]
+                top = cute.arch.fmax(cute.arch.fmax(mine, other), Float32(-1e30))  # finite: -inf - -inf is NaN
+                total = cute.math.exp2(mine - top, fastmath=True) + cute.math.exp2(other - top, fastmath=True)
+                sink_log2 = None
+                if const_expr(params.attn_sink is not None):
+                    sink_log2 = params.attn_sink[row] * LOG2_E
+                lse, exponent = normalise(top, total, sink_log2)
+                weight[r, 0] = cute.math.exp2(mine - exponent, fastmath=True)
+                weight[r, 1] = cute.math.exp2(other - exponent, fastmath=True)
+                if (half == 0) & (t % 4 == 0) & (head < self.h_q):
+                    params.lse[Int64(req), s_idx, head] = lse * LN_2
+            ahead = [cute.make_rmem_tensor(4, Float32) for _ in range(HALF // 8)]
+            for j in cutlass.range_constexpr(HALF // 8 + LOADS_AHEAD):
+                if const_expr(j < HALF // 8):
+                    cute.autovec_copy(piece[j], ahead[j])
+                if const_expr(j >= LOADS_AHEAD):
+                    k = j - LOADS_AHEAD
+                    for i in cutlass.range_constexpr(4):
+                        accO[4 * k + i] = weighted_sum(accO[4 * k + i], weight[i // 2, 0], ahead[k][i], weight[i // 2, 1])
+                cute.arch.sync_warp()  # no load moves up: there are no registers for more
+
+    @cute.jit
+    def store_o(
+        self, params: Params, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32, accO: cute.Tensor
+    ):  # fmt: skip
+        """Half of O from registers to out, bf16.
+
+        Element e + 2 r + 4 j of accO is row + 8 r, column 8 j + 2 pc + e. A quad of lanes holds 32 columns of a row in four
+        groups of 8; they are transposed, so that each lane stores 16 bytes.
+        """
+        row, pc = fragment_row(t), t % 4
         for r in cutlass.range_constexpr(2):
             head = head_tile * TILE_M + row + 8 * r
-            factor = (factor_0, factor_1)[r]
-            if work.is_split:
+            gO = cute.zipped_divide(params.out[Int64(req), s_idx, cutlass.min(head, self.h_q - 1), None], (8,))
+            for group in cutlass.range_constexpr(HALF // 32):
+                pairs = []
+                for j in (0, 1, 2, 3):
+                    pair = cute.make_rmem_tensor(2, Float32)
+                    for e in (0, 1):
+                        pair[e] = accO[e + 2 * r + 4 * (4 * group + j)]
+                    bf16 = cute.make_rmem_tensor(2, BFloat16)
+                    bf16.store(pair.load().to(BFloat16))
+                    pairs.append(cute.recast_tensor(bf16, Uint32)[0])
+                words = cute.make_rmem_tensor(4, Uint32)
+                words[0], words[1], words[2], words[3] = quad_transpose(pairs, pc)
                 if head < self.h_q:
-                    gO = cute.zipped_divide(params.o_partial[Int64(work.slot), s_idx, head, None], (2,))  # ((2), 256)
-                    for j in cutlass.range_constexpr(HALF // 8):  # a quad fills a 32-byte sector
-                        pair = cute.make_rmem_tensor(2, Float32)
-                        for e in cutlass.range_constexpr(2):
-                            pair[e] = accO[e + 2 * r + 4 * j] * factor
-                        cute.autovec_copy(pair, gO[None, (1 - half) * (HALF // 2) + 4 * j + pc])
-            else:
-                gO = cute.zipped_divide(params.out[Int64(req), s_idx, cutlass.min(head, self.h_q - 1), None], (8,))
-                for group in cutlass.range_constexpr(HALF // 32):
-                    pairs = []
-                    for j in (0, 1, 2, 3):
-                        pair = cute.make_rmem_tensor(2, Float32)
-                        for e in (0, 1):
-                            pair[e] = accO[e + 2 * r + 4 * (4 * group + j)] * factor
-                        bf16 = cute.make_rmem_tensor(2, BFloat16)
-                        bf16.store(pair.load().to(BFloat16))
-                        pairs.append(cute.recast_tensor(bf16, Uint32)[0])
-                    words = cute.make_rmem_tensor(4, Uint32)
-                    words[0], words[1], words[2], words[3] = quad_transpose(pairs, pc)
-                    if head < self.h_q:
-                        piece = gO[None, (1 - half) * (HALF // 8) + 4 * group + pc]
-                        cute.autovec_copy(cute.recast_tensor(words, BFloat16), piece)
+                    piece = gO[None, (1 - half) * (HALF // 8) + 4 * group + pc]
+                    cute.autovec_copy(cute.recast_tensor(words, BFloat16), piece)
 
 
 SparseDecode.kernel.set_name_prefix("mla_sparse_decode_sm90", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -1209,8 +1309,9 @@ def compile(problem: Problem, config: Config, arch: str):
     """Compiles split kernel and combine into one launchable function; fake tensors in, nothing is launched.
 
     Returns a function of (q, kv_cache, indices, topk_length, extra_kv_cache, extra_indices, extra_topk_length, attn_sink,
-    softmax_scale, metadata, num_splits, scratch, out, lse): shapes as in `Params`, scratch fp32
-    [2 * num_parts * s_q * h_q * 513] or empty for one part, out [b, s_q, h_q, 512] bf16.
+    softmax_scale, metadata, num_splits, scratch, out, lse, max_splits, nonce): shapes as in `Params`, scratch fp32
+    [schedule.scratch_size(num_parts, s_q, h_q)], uninitialised, out [b, s_q, h_q, 512] bf16. max_splits: the most pieces that
+    a request may be in, at most 2 saves the combine's launch; nonce: not 0, and another one in each call.
     """
     config.check(problem)
     sym, sym64 = cute.sym_int, cute.sym_int64
@@ -1237,6 +1338,8 @@ def compile(problem: Problem, config: Config, arch: str):
         jit.fake_tensor(Float32, (sym(),), align=16),
         rows(BFloat16, (b, s_q, problem.h_q, fmt.d_v), 8, 16),
         rows(Float32, (b, s_q, problem.h_q), 1, 4),
+        Int32(0),
+        Int64(0),
         jit.fake_stream(),
         arch=arch,
         name="sparse_decode",
