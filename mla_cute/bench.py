@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -631,22 +632,48 @@ def write_tables(readme: Path, records: list[dict]) -> None:
 # ----- host times -----------------------------------------------------------------------------------------------------
 
 
-def host(args) -> None:
-    """CPU time of a call with a given plan: 1,000 calls without a wait between them."""
-    x = make_inputs(SMALL)
+HOST_ROUNDS, HOST_CALLS = 51, 100
+
+
+def host(args, device="cuda") -> None:
+    """CPU time of calls: of sparse_decode also without its launch, which says where it goes.
+
+    A round is short and begins with an idle GPU: where the driver's queue (about 1,000 launches) is full, a call waits.
+    """
+    x = make_inputs(SMALL, device)
     plan = mla_cute.plan_decode(x.q, x.indices)
+    module = mla_cute.select_impl(device)
+    without = ModuleType("without_launch")
+    without.Config, without.default_config = module.Config, module.default_config
+    without.compile = lambda problem, config, arch: lambda *_: None
+    token = torch.zeros(2, V32.d_qk, dtype=torch.bfloat16, device=device)
+    latent, rope, slots = token[:, : V32.d_nope], token[:, V32.d_nope :], torch.arange(2, device=device)
+
+    def decode(impl=None):
+        mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, attn_sink=x.attn_sink, plan=plan, impl=impl)
+
+    print(f"host time a call, us: median (range) of {HOST_ROUNDS} rounds of {HOST_CALLS}")
+    whole = print_host_time("sparse_decode with a plan", decode)
+    rest = print_host_time("  all but its launch", lambda: decode(without))
+    print(f"  its launch{'':18}{whole - rest:8.1f} (the difference)")
+    print_host_time("plan_decode", lambda: mla_cute.plan_decode(x.q, x.indices))
+    print_host_time("write_kv_cache", lambda: mla_cute.write_kv_cache(x.kv_cache, latent, rope, slots))
+
+
+def print_host_time(name: str, call: Callable) -> float:
+    """The median of the rounds, us a call."""
     rounds = []
-    for _ in range(7):
-        for _ in range(20):
-            mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, attn_sink=x.attn_sink, plan=plan)
+    for _ in range(HOST_ROUNDS + 1):
         torch.cuda.synchronize()
         started = time.perf_counter()
-        for _ in range(1000):
-            mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, attn_sink=x.attn_sink, plan=plan)
-        rounds.append((time.perf_counter() - started) * 1e3)
-        torch.cuda.synchronize()
-    low, middle, high = min(rounds), statistics.median(rounds), max(rounds)
-    print(f"host time per call, us: {middle:.1f} (7 rounds of 1000: {low:.1f} to {high:.1f})")
+        for _ in range(HOST_CALLS):
+            call()
+        rounds.append((time.perf_counter() - started) * 1e6 / HOST_CALLS)
+    torch.cuda.synchronize()
+    rounds = rounds[1:]  # the first compiles
+    median = statistics.median(rounds)
+    print(f"{name:28}{median:8.1f} ({min(rounds):.1f} to {max(rounds):.1f})", flush=True)
+    return median
 
 
 FIRST_CALL = """
@@ -736,7 +763,7 @@ def parser() -> argparse.ArgumentParser:
     decode.add_argument("--errors", action="store_true", help="record errors against an fp64 oracle")
     decode.add_argument("--clocks", action="store_true", help="record SM clock and power under each case")
     decode.add_argument("--plot", type=Path, metavar="DIR", help="write roofline.svg and ratios.svg there")
-    commands.add_parser("host", help="CPU time per call")
+    commands.add_parser("host", help="CPU time per call, and of all but the launch")
     commands.add_parser("first-call", help="seconds of a process's first call")
     tables = commands.add_parser("table", help="the latest records as Markdown")
     tables.add_argument("--write", type=Path, help="put the tables into this README")

@@ -5,6 +5,7 @@ CPU tensors take the reference through the same path, CUDA tensors the kernel of
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -154,9 +155,10 @@ def sparse_decode(
         or ready.compile is not ready.module.compile  # reloaded
         or backend is not None  # its session may be another one
     ):
-        ready = _prepare(problem, plan, config, impl, backend, q, indices, extra_indices)
+        ready = _prepare(problem, plan, config, impl, backend, q, kv_cache, indices, extra_kv_cache, extra_indices)
     empty = ready.empty
-    if ready.device_index is not None and ready.device_index != torch.cuda.current_device():
+    # Not torch.cuda.current_device(), which first asks whether CUDA is initialised: it is, q is there.
+    if ready.device_index is not None and ready.device_index != torch._C._cuda_getDevice():
         empty = functools.partial(_empty, q.device)
     if out is None:
         out = empty(*ready.out_spec)
@@ -177,12 +179,10 @@ def sparse_decode(
         )
     ready.kernel(  # on torch's current stream of the tensors' device, whichever device is the current one
         q,
-        kv_cache if kv_cache.dtype is torch.uint8 else kv_cache.view(torch.uint8),
+        kv_cache if ready.is_bytes else kv_cache.view(torch.uint8),
         indices,
         topk_length,
-        extra_kv_cache
-        if extra_kv_cache is None or extra_kv_cache.dtype is torch.uint8
-        else extra_kv_cache.view(torch.uint8),
+        extra_kv_cache if ready.extra_is_bytes else extra_kv_cache.view(torch.uint8),
         extra_indices,
         extra_topk_length,
         attn_sink,
@@ -212,7 +212,8 @@ _seed()
 os.register_at_fork(after_in_child=_seed)
 
 
-class _Ready(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)  # its fields are read faster than a NamedTuple's
+class _Ready:
     """The arguments of a call that `_prepare` has checked against one another, and what they lead to."""
 
     problem: Problem | None = None  # this very object: one per metadata of the tensors, so it stands for all of that
@@ -223,6 +224,8 @@ class _Ready(NamedTuple):
     compile: Callable | None = None
     kernel_config: Any = None
     kernel: Callable | None = None
+    is_bytes: bool = True  # kv_cache is uint8
+    extra_is_bytes: bool = True  # extra_kv_cache too, or there is none
     default_scale: float = 0.0
     device_index: int | None = None  # of a CUDA device
     empty: Callable | None = None  # (shape, strides, dtype) -> tensor on the CPU or the current CUDA device
@@ -235,7 +238,7 @@ class _Ready(NamedTuple):
 _ready = _Ready()  # of the last call: the layers of a model make the same call again and again
 
 
-def _prepare(problem, plan, config, impl, backend, q, indices, extra_indices) -> _Ready:
+def _prepare(problem, plan, config, impl, backend, q, kv_cache, indices, extra_kv_cache, extra_indices) -> _Ready:
     """Which kernel runs, and do plan and config belong to it: the part of the checks that needs the implementation."""
     global _ready
     where = target(q.device, backend)
@@ -279,6 +282,8 @@ def _prepare(problem, plan, config, impl, backend, q, indices, extra_indices) ->
         module.compile,
         kernel_config,
         kernel=where.load(module, problem, kernel_config, where.arch) if b else None,
+        is_bytes=kv_cache.dtype is torch.uint8,
+        extra_is_bytes=extra_kv_cache is None or extra_kv_cache.dtype is torch.uint8,
         default_scale=d_qk**-0.5,
         device_index=q.device.index,
         empty=where.empty,

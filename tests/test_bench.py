@@ -6,6 +6,7 @@ Everything but the profiler runs here, on the reference and small shapes.
 import dataclasses
 import functools
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import mla_cute
-from mla_cute import bench
+from mla_cute import bench, reference
 from mla_cute.kv_cache import MODEL1, V32, dequantize_kv_cache
 from mla_cute.testing import Inputs
 
@@ -623,6 +624,25 @@ def test_options_that_cannot_be(monkeypatch, capsys, options, message):
     monkeypatch.setattr(mla_cute, "select_impl", lambda device, impl: right("cpu", impl))
     assert run_main("sparse_decode", "--case", CASE, *options) == 1
     assert capsys.readouterr().err.startswith(message)
+
+
+def test_host_times_are_not_the_gpus(monkeypatch, capsys):
+    """Each round begins with an idle GPU and cannot fill the driver's queue; with a launch and without, it is one call."""
+    assert 2 * bench.HOST_CALLS < 1000  # launches of a round
+    monkeypatch.setattr(bench, "HOST_ROUNDS", 3)
+    monkeypatch.setattr(bench, "HOST_CALLS", 2)
+    events, attend = [], reference.sparse_decode
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    monkeypatch.setattr(reference, "sparse_decode", lambda *a, **k: events.append("launch") or attend(*a, **k))
+    bench.host(None, "cpu")
+    assert events == ["wait", "launch", "launch"] * 4 + ["wait"] * (1 + 3 * 5)  # one round more: it compiles
+    text = capsys.readouterr().out.splitlines()
+    assert text[0] == "host time a call, us: median (range) of 3 rounds of 2"
+    names = ["sparse_decode with a plan", "all but its launch", "its launch", "plan_decode", "write_kv_cache"]
+    assert [line.strip().startswith(name) for line, name in zip(text[1:], names, strict=True)] == [True] * 5
+    whole, rest, launch = (float(re.search(r" +(\d+\.\d) \(", line)[1]) for line in text[1:4])
+    assert rest < whole
+    assert launch == pytest.approx(whole - rest, abs=0.11)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -25,6 +25,8 @@ EXTRA = Case(
     **{"kv_format": "model1", "extra_topk": 70, "extra_page_block_size": 61, "extra_topk_length": True, "holes": True},
 )
 
+BYTES = torch.uint8, torch.int8, torch.float8_e4m3fn
+
 # An implementation's source: fills out and lse.
 FILL = (
     "from mla_cute.reference import Config, default_config\n"
@@ -255,6 +257,18 @@ class TestTheWay:
         assert [c for _, c, _ in compiled] == [reference.Config(), reference.Config(tile_n=32)]
         for args in launched_second:
             assert_bitwise(args[12], launched_first[1][12])
+
+    def test_alternating_names_of_a_byte_do_not_mix(self):
+        """What is remembered of the last call says whether its caches were uint8, too."""
+        x = make_inputs(EXTRA)
+        module, _, launched = recorder()
+        names = [(x.kv_cache.view(a), x.extra_kv_cache.view(b)) for a in BYTES for b in BYTES]
+        for kv_cache, extra_kv_cache in 2 * names:
+            options = x.kwargs() | {"extra_kv_cache": extra_kv_cache}
+            mla_cute.sparse_decode(x.q, kv_cache, x.indices, **options, impl=module)
+        for args in launched:
+            assert (args[1].dtype, args[4].dtype) == (torch.uint8, torch.uint8)
+            assert_bitwise(args[12], launched[0][12])
 
     def test_another_threads_call_may_come_anywhere(self):
         """Before every line of a call, another call: as a switch of threads could have it, but every time."""

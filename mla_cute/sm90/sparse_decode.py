@@ -499,12 +499,10 @@ class SparseDecode:
         )
         if part.begin_req <= part.end_req:
             self.convert_q(shared, Int32(0), WARPGROUP * (1 + half) + t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
-        fills = Int32(1)
-        for _ in cutlass.range(1 + half, unroll=1):
+        for i in cutlass.range(1, 2 + half, unroll=1):
             req, block, last, index, is_extra, zeros = self.fill(
-                params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra, zeros
+                params, shared, part, s_idx, w, half, lane, i, req, block, last, index, is_extra, zeros
             )
-            fills += 1
 
         n, slot = Int32(0), half  # blocks done; the slot of this half of V
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
@@ -533,9 +531,8 @@ class SparseDecode:
                 else:
                     self.release(shared.p_empty)
                 req, block, last, index, is_extra, zeros = self.fill(
-                    params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra, zeros
+                    params, shared, part, s_idx, w, half, lane, n + 2 + half, req, block, last, index, is_extra, zeros
                 )
-                fills += 1
                 n += 1
                 slot += 2
                 slot = cutlass.select_(slot >= V_SLOTS, slot - V_SLOTS, slot)
