@@ -6,6 +6,7 @@ import torch
 
 import mla_cute
 from mla_cute import jit, reference
+from mla_cute.schedule import scratch_size
 from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, assert_close
 
 # Of FlashMLA's own tests; with extra keys each of them for either cache.
@@ -46,7 +47,7 @@ def scratch_bytes(q):
     """Of a call with the shipped kernel's default config; 0 where the plan has one part."""
     _, s_q, h_q, _ = q.shape
     parts = torch.cuda.get_device_properties(q.device).multi_processor_count // (s_q * -(-h_q // 64))
-    return 2 * parts * s_q * h_q * 513 * 4 if parts > 1 else 0
+    return scratch_size(parts, s_q, h_q) * 4
 
 
 def poison_free_memory(num_bytes):

@@ -20,6 +20,7 @@ from mla_cute import jit, schedule_kernel, select_impl
 from mla_cute.emulator import host
 from mla_cute.emulator.host import HostFunction, Launch, compile_for_emulation
 from mla_cute.kv_cache import V32
+from mla_cute.schedule import scratch_size
 from mla_cute.sm90 import sparse_decode as sm90
 from mla_cute.validate import Problem
 
@@ -107,9 +108,11 @@ def sparse_args(h_q, b=2, s_q=1, topk=128, parts=3, **replace):
         "softmax_scale": 0.125,
         "metadata": torch.zeros(parts, 8, dtype=torch.int32),
         "num_splits": torch.zeros(b + 1, dtype=torch.int32),
-        "scratch": torch.empty(2 * parts * s_q * h_q * 513 if parts > 1 else 0),
+        "scratch": torch.empty(scratch_size(parts, s_q, h_q)),
         "out": torch.zeros(b, s_q, h_q, 512, dtype=torch.bfloat16),
         "lse": torch.zeros(b, s_q, h_q),
+        "max_splits": parts,
+        "nonce": 2**62 + 1,
     }
     return args | replace
 
@@ -130,12 +133,15 @@ def test_sparse_decode(h_q, s_q):
     at_most = config.smem_bytes(V32)  # which counts a whole alignment
     assert at_most - 1024 <= main.smem_bytes <= at_most
     assert not main.pdl and not main.cooperative and main.cluster == (1, 1, 1)
-    assert (combine.grid, combine.block) == ((s_q * h_q // 2, 2, 1), (256, 1, 1))
-    assert combine.pdl and not combine.cooperative and combine.smem_bytes == 0 and combine.cluster == (1, 1, 1)
+    assert (combine.grid, combine.block) == ((min(s_q * h_q // 16 * 32, 264), 1, 1), (256, 1, 1))  # one request at most
+    assert combine.pdl and not combine.cooperative and combine.smem_bytes < 8192 and combine.cluster == (1, 1, 1)
 
     # A tensor's parameter begins with its address. Absent tensors are none; the descriptor of q comes last.
     pointers = {name: t.data_ptr() for name, t in args.items() if isinstance(t, torch.Tensor)}
     pointers["lse_partial"] = pointers["scratch"] + 4 * 2 * 3 * s_q * h_q * 512
+    pointers["flags"] = pointers["lse_partial"] + 4 * 2 * 3 * s_q * h_q
+    assert pointers["flags"] % 8 == 0
+    assert pointers["flags"] + 8 * 2 * 3 * s_q * (h_q // 64) * 2 == pointers["scratch"] + 4 * args["scratch"].numel()
     names = {pointer: name for name, pointer in pointers.items()}
 
     def tensors(launch):
@@ -143,11 +149,13 @@ def test_sparse_decode(h_q, s_q):
         return [name for name in found if name]
 
     optional = [name for name in ("topk_length", "attn_sink") if name in pointers]
-    of_main = ["q", "kv_cache", "indices", *optional, "metadata", "scratch", "lse_partial", "out", "lse", "q"]
+    of_main = ["q", "kv_cache", "indices", *optional, "metadata", "num_splits", "scratch", "lse_partial", "flags"]
+    of_main += ["out", "lse", "q"]
     of_combine = ["metadata", "num_splits", "scratch", "lse_partial", *optional[1:], "out", "lse"]
     assert (tensors(main), tensors(combine)) == (of_main, of_combine)
     (scale_log2,) = [p for p in main.params if len(p) == 4]
     assert scale_log2 == (np.float32(0.125) * np.float32(LOG2_E)).tobytes()
+    assert struct.pack("q", 2**62 + 1) in main.params
     (tma_q,) = [p for p in main.params if len(p) == 128]
     assert tma_q[32:40] == struct.pack("2I", 575, h_q - 1)  # columns - 1, rows - 1
 
@@ -157,6 +165,11 @@ def test_one_part_needs_no_combine_and_no_scratch():
     assert args["scratch"].numel() == 0
     (main,) = sparse_decode(64)(*args.values())
     assert main.grid == (1, 1, 1)
+
+
+@pytest.mark.parametrize("replace", [{"max_splits": 2}, {"parts": 2}], ids=["at most two pieces", "two parts"])
+def test_two_pieces_need_no_combine(replace):
+    assert len(sparse_decode(64)(*sparse_args(64, **replace).values())) == 1
 
 
 def test_strides_reach_the_kernel():

@@ -1,5 +1,6 @@
 """The library's own kernels in the emulator: numbers of the reference, no findings, under several schedules."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import mla_cute
 import mla_cute.sm90.sparse_decode as sm90
 from mla_cute import emulator, reference, schedule, schedule_kernel
 from mla_cute.emulator import Options
+from mla_cute.emulator.run import load
 from mla_cute.target import target
 from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_bitwise, assert_close, make_inputs
+from mla_cute.validate import Problem
 
 pytestmark = pytest.mark.emulate
 SCHEDULES = 8
@@ -51,6 +54,42 @@ def test_sparse_decode(case, num_sms):
         first = first or result
         assert_bitwise(result[0], first[0], name="out")  # whatever the order of the warps
         assert_bitwise(result[1], first[1], name="lse")
+
+
+@pytest.mark.parametrize("kv_format", ["v32", "model1"])
+@pytest.mark.parametrize("h_q, sink", [(1, True), (16, False), (40, True), (128, True)])
+def test_two_pieces_and_three(h_q, sink, kv_format):
+    """Beside whole requests, with empty pieces; in orders of their CTAs in which now one piece, now the other comes last.
+
+    Scratch and nonce stay the same, as in replays of a CUDA graph: flags must begin anew.
+    """
+    lengths = (40, 64, 100, 384, 10)
+    metadata, num_splits = reference.plan(lengths, 4, fixed_overhead_blocks=0)
+    assert num_splits.diff().tolist() == [1, 1, 2, 3, 1]
+    x = make_inputs(Case(b=5, h_q=h_q, s_q=2, s_kv=400, topk=384, kv_format=kv_format, sink=sink, strided=False, holes=True))
+    token = x.indices[0, 0, :40].max()  # one that is listed: the others hold NaN
+    x.indices[2, 0, :64] = -1  # the first piece
+    x.indices[3, 0, 320:] = -1  # the last one
+    x.indices[2:4, 1] = -1  # all of them
+    x.indices[2, 1, 70] = token  # but the second
+    x.indices[1, 1] = -1
+    topk_length = torch.tensor(lengths, dtype=torch.int32)
+    ours = {"softmax_scale": x.softmax_scale, "topk_length": topk_length, "attn_sink": x.attn_sink}
+    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **ours)
+    assert (expected[1][3, 1] == math.inf).all() and expected[1][2].isfinite().all()
+    problem = Problem(h_q=h_q, d_qk=x.q.shape[3], kv_format=kv_format, has_topk_length=True, has_attn_sink=sink)
+    kernel = load(sm90, problem, sm90.default_config(problem), "sm_90a")
+    scratch, first = torch.full((schedule.scratch_size(4, 2, h_q),), math.nan), None
+    for n in range(5):
+        out, lse = (torch.full(t.shape, math.nan, dtype=t.dtype) for t in expected)
+        args = x.attn_sink, float(x.softmax_scale), metadata, num_splits, scratch, out, lse, 3, 12345
+        with emulator.session(options=Options.schedule(n)):
+            kernel(x.q, x.kv_cache.view(torch.uint8), x.indices, topk_length, None, None, None, *args)
+        assert_close(out, expected[0], **SPARSE_DECODE_OUT, name="out")
+        assert_close(lse, expected[1], **SPARSE_DECODE_LSE, name="lse")
+        first = first or (out, lse)
+        assert_bitwise(out, first[0], name="out")
+        assert_bitwise(lse, first[1], name="lse")
 
 
 @pytest.mark.parametrize(

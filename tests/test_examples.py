@@ -108,7 +108,7 @@ class TestDemo:
             "    run = reference.compile(problem, config, arch)\n"
             "    def wrong(*args):\n"
             "        run(*args)\n"
-            f"        out, lse = args[-2:]; {fault}\n"
+            f"        out, lse = args[12:14]; {fault}\n"
             "    return wrong\n"
         )
         assert demo.main([*SMALL, "--impl", str(impl)]) == 1

@@ -97,7 +97,7 @@ def faulty(fault):
         run = reference.compile(problem, config, arch)
 
         def launch(*args):
-            out, lse = args[-2:]
+            out, lse = args[12:14]
             before = out.clone(), lse.clone()
             run(*args)
             fault(before, out, lse)

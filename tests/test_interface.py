@@ -137,7 +137,7 @@ class TestTheWay:
         assert_bitwise(args[10], plan.num_splits, name="num_splits")
         assert plan.num_parts > 1
         slots = 2 * plan.num_parts
-        assert (args[11].shape, args[11].dtype) == ((slots * 2 * 5 * 513,), torch.float32)
+        assert (args[11].shape, args[11].dtype) == ((slots * 2 * (16 * 512 + 5 + 4),), torch.float32)
         assert args[11].is_contiguous()
         for i, tensor in {
             0: x.q,
@@ -151,7 +151,23 @@ class TestTheWay:
             assert args[i] is tensor
         assert args[8] == x.softmax_scale
         assert args[4:7] == (None, None, None)
-        assert len(args) == 14
+        assert len(args) == 16
+        assert args[14] == plan.max_splits == 3  # blocks: the lengths are not known here
+        assert 0 < args[15] < 2**63
+
+    def test_nonces_differ(self):
+        x = make_inputs(CASE)
+        module, _, launched = recorder()
+        call = lambda: mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=module)  # noqa: E731
+        call()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: call(), range(200)))
+        nonces = {args[15] for args in launched}
+        assert len(nonces) == 201 and 0 not in nonces
+        child = os.fork()
+        if child == 0:  # begins anew: another multiplier
+            os._exit(interface._nonce() in nonces)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     def test_extra_keys(self):
         x = make_inputs(EXTRA)
@@ -217,7 +233,7 @@ class TestTheWay:
             mla_cute.sparse_decode(q, cache, torch.zeros(1, 1, topk, dtype=torch.int32).expand(b, s_q, topk), impl=impl)
             return scratch.pop()
 
-        bound = 2 * num_sms * 64 * 513 * 4
+        bound = 2 * num_sms * (64 * 513 + 4) * 4
         most = 0
         for h_q in (1, 16, 64, 65, 128):
             for s_q in (*range(1, 66), 74, 148, 4096):
@@ -567,11 +583,8 @@ class TestBackend:
             plan = mla_cute.plan_decode(x.q, x.indices, topk_length=x.topk_length, backend="emulator")
             assert plan.num_parts == 4
             out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=plan, backend="emulator")
-        assert [g.launch.kernel.rpartition("_")[0] for g in s.grids] == [
-            "mla_schedule_sm90",
-            "mla_sparse_decode_sm90",
-            "mla_combine",
-        ]
+        kernels = ["mla_schedule_sm90", "mla_sparse_decode_sm90"]  # requests of one block: nothing to combine
+        assert [g.launch.kernel.rpartition("_")[0] for g in s.grids] == kernels
         assert s.findings == []
         ref_out, ref_lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())  # not remembered: the reference
         assert_close(out, ref_out, **SPARSE_DECODE_OUT, name="out")
@@ -592,7 +605,7 @@ class TestBackend:
         )
         env = {**os.environ, "MLA_CUTE_BACKEND": "emulator"}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == ["mla_cute.sm90.sparse_decode", "3"]
+        assert done.stdout.split() == ["mla_cute.sm90.sparse_decode", "2"]
 
     def test_bad(self):
         x = make_inputs(Case(b=1, h_q=3, topk=5, s_kv=9))

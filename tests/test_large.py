@@ -293,8 +293,8 @@ def check_one_long_list(case, device, impl=None):
 
 
 def combine_in_slices(b, blocks, num_parts, s_q, h_q, device, kernel):
-    """`kernel` (metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse) on pieces of b requests, checked at the
-    first, the middle and the last query token. Returns elements of the pieces."""
+    """`kernel` (metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse) on pieces of b requests, three or more of
+    each, checked at the first, the middle and the last query token. Returns elements of the pieces."""
     g = torch.Generator(device).manual_seed(0)
     metadata, num_splits = reference.plan([64 * blocks] * b, num_parts)
     o_partial = torch.empty(2 * num_parts, s_q, h_q, 512, device=device).normal_(generator=g)

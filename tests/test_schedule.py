@@ -314,6 +314,45 @@ def test_closed_form_is_the_walk():
         assert (num_splits == expected[1].numpy()).all(), case
 
 
+def test_max_splits():
+    """Without lengths it is exact, with any lengths an upper bound."""
+    rng = random.Random(0)
+    reached = 0
+    for _ in range(2000):
+        b, num_parts = rng.choice((1, 2, 3, 7, 33, 74, 128, 300)), rng.choice((1, 2, 3, 16, 33, 66, 132, 148, 500))
+        topk, extra_topk = rng.choice((1, 63, 64, 65, 128, 640, 2048, 8192)), rng.choice((0, 0, 1, 64, 130, 1024))
+        tile_n, overhead = rng.choice((64, 64, 32)), rng.choice((5, 5, 3, 1, 0, 17))
+        key = b, topk, extra_topk
+        how = num_parts, tile_n, overhead
+
+        def splits(lengths, b=b, topk=topk, extra_topk=extra_topk, how=how):
+            lengths = None if lengths is None else torch.tensor(lengths)
+            keys = reference.sparse_num_keys(b, topk, lengths, extra_topk=extra_topk, tile_n=how[1])
+            _, num_splits = reference.plan(keys, how[0], tile_n=how[1], fixed_overhead_blocks=how[2])
+            return int(num_splits.diff().max())
+
+        assert schedule.max_splits(*key, False, *how) == splits(None), (key, how)
+        bound, got = schedule.max_splits(*key, True, *how), splits(random_lengths(rng, b, topk))
+        assert got <= bound, (key, how)
+        reached += 2 < got == bound
+    assert reached > 50
+    assert schedule.max_splits(0, 64, 0, False, 66, 64, 5) == schedule.max_splits(0, 64, 0, True, 66, 64, 5) == 1
+
+
+def test_max_splits_of_a_plan():
+    q, indices = shapes(7)
+    plan = plan_decode(q, indices)
+    assert plan.max_splits == plan.num_splits.diff().max()
+    lengths = plan_decode(q, indices, topk_length=torch.full((7,), indices.shape[2], dtype=torch.int32))
+    assert torch.equal(lengths.num_splits, plan.num_splits) and lengths.max_splits >= plan.max_splits
+
+
+def test_scratch_size():
+    assert schedule.scratch_size(1, 3, 128) == 0
+    for h_q, groups, tiles in ((1, 1, 1), (16, 1, 1), (17, 2, 1), (64, 4, 1), (65, 5, 2), (128, 8, 2)):
+        assert schedule.scratch_size(5, 3, h_q) == 10 * 3 * (groups * 16 * 512 + h_q + 2 * 2 * tiles)
+
+
 def test_cost_limit():
     """The planner's 32-bit arithmetic refuses what it cannot count, before anything is launched."""
     where = target(torch.device("cpu"))._replace(load=lambda *_: pytest.fail("compiled"))
