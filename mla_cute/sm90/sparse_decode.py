@@ -86,10 +86,10 @@ from .helpers import (
     smem_tensor,
     store_relaxed_gpu,
     store_smem_16b,
-    weighted_sum,
+    add_product,
 )
 
-LOADS_AHEAD = 3  # 16 bytes each of the other piece: registers allow no more
+MERGE_ROUNDS = (1, 2, 3, 2)  # of 8 groups of columns of the other piece: what registers allow
 INF = float("inf")
 FORMATS = {fmt.name: fmt for fmt in (V32, MODEL1)}
 TILE_M = 64  # heads of a CTA: the M of a WGMMA
@@ -130,7 +130,7 @@ class Config:
         v = V_SLOTS * self.tile_n * HALF * 2
         p = self.tile_n * TILE_M * 2
         raw = self.tile_n * self.raw_pitch(fmt)
-        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 56 + 8 * (5 + 8 + 8 + V_SLOTS + 3)
+        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 64 + 8 * (5 + 8 + 8 + V_SLOTS + 3)
         return q + v + p + raw + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -236,6 +236,7 @@ class Shared(NamedTuple):
     alpha: cute.Pointer  # [64] fp32: by head, the factor of O before this block
     factor: cute.Pointer  # [64] fp32: by head, the factor of O behind the last block
     record: cute.Pointer  # [8] int32: the partition's record of the plan
+    owes: cute.Pointer  # [2] int32 by math warpgroup: a merge of the part's first request is left
     top: cute.Pointer  # [4, 64] fp32: m by head, a copy for each convert warp
     is_raised: cute.Pointer  # uint32: alpha holds something
     exchange: cute.Pointer  # [2, 4, 64] fp32: a block's maxima, or a request's sums, by warp and head
@@ -339,6 +340,7 @@ class SparseDecode:
             p_empty: cute.struct.MemRange[Int64, 1]
             valid: cute.struct.MemRange[Uint32, 4]
             record: cute.struct.MemRange[Int32, 8]
+            owes: cute.struct.MemRange[Int32, 2]
 
         self.Smem = Smem
         # Scratch: the pieces' O, behind them their lse and the flags. One part alone splits nothing and needs none.
@@ -393,7 +395,7 @@ class SparseDecode:
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0, 2])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
             storage.raw.data_ptr(), storage.valid.data_ptr(), storage.alpha.data_ptr(), storage.factor.data_ptr(),
-            storage.record.data_ptr(), storage.top.data_ptr(), storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
+            storage.record.data_ptr(), storage.owes.data_ptr(), storage.top.data_ptr(), storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
         )  # fmt: skip
 
         if warp_idx == 0:
@@ -411,6 +413,8 @@ class SparseDecode:
                 cute.arch.mbarrier_init(shared.p_empty, 8)  # the math warps
         if tid < 8:
             cute.make_tensor(shared.record, 8)[tid] = params.metadata[part_idx, tid]
+        if tid < 2:
+            cute.make_tensor(shared.owes, 2)[tid] = Int32(0)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -527,7 +531,8 @@ class SparseDecode:
                     self.release(shared.p_empty)  # behind it convert may write the next request's factors
                     for j in cutlass.range_constexpr(cute.size(accO)):
                         accO[j] = accO[j] * (factor_0, factor_1)[j // 2 % 2]
-                    self.finish_o(params, part, r, s_idx, head_tile, t, half, accO)
+                    if r < part.end_req:
+                        self.hand_in(params, shared, part, r, s_idx, head_tile, t, half, accO)
                 else:
                     self.release(shared.p_empty)
                 req, block, last, index, is_extra, zeros = self.fill(
@@ -536,6 +541,8 @@ class SparseDecode:
                 n += 1
                 slot += 2
                 slot = cutlass.select_(slot >= V_SLOTS, slot - V_SLOTS, slot)
+        if part.begin_req <= part.end_req:
+            self.hand_in_last(params, shared, part, s_idx, head_tile, t, half, accO)
 
     @cute.jit
     def load_index(self, params: Params, part: Part, s_idx: Int32, req: Int32, block: Int32, w: Int32, lane: Int32):
@@ -1174,25 +1181,39 @@ class SparseDecode:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
 
+    # A request in two pieces is merged by the part that is the second to have its piece ready; nobody waits, so the two CTAs
+    # need not run at the same time. The flag's exchange makes the piece of the whole warpgroup visible, and convert's lse,
+    # which p_full and the barrier order before it. Merges come behind all other work of a CTA.
+
     @cute.jit
-    def finish_o(
-        self, params: Params, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
+    def hand_in(
+        self, params: Params, shared: Shared, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32,
+        half: Int32, accO: cute.Tensor,
+    ):  # fmt: skip
+        """Half of O of any but the part's last request to out; or, of one that began in other parts, to scratch."""
+        if (req == part.begin_req) & (part.record[5] != 0):
+            slot, piece = part.record[7], part.record[4]
+            self.store_piece(params, slot, s_idx, head_tile, t, half, accO)
+            cute.arch.barrier(barrier_id=NamedBarriers.MERGE + half, number_of_threads=WARPGROUP)
+            if (t == 0) & (piece == 1):  # as the last piece, of two
+                found = exchange_gpu(self.flag(params, slot - 1, s_idx, head_tile, half), params.nonce)
+                cute.make_tensor(shared.owes, 2)[half] = Int32(found == params.nonce)
+        else:
+            self.store_o(params, req, s_idx, head_tile, t, half, accO)
+
+    @cute.jit
+    def hand_in_last(
+        self, params: Params, shared: Shared, part: Part, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
         accO: cute.Tensor,
     ):  # fmt: skip
-        """Half of O to where it belongs: out, or scratch for a piece of a split request.
-
-        The first of two pieces to be complete goes to scratch, and the flag says so; who finds it there merges. Nobody waits,
-        so the two CTAs need not run at the same time. The flag's exchange makes the whole warpgroup's piece visible, and
-        convert's lse, which p_full and the barrier order before it.
-        """
-        work = self.work_range(params, part, req)
-        is_complete = ~work.is_split
+        """The same of the last request, whose O need not leave the registers if the other one of two pieces is ready; then
+        the merge that `hand_in` has left."""
+        work = self.work_range(params, part, part.end_req)
         if work.is_split:
-            is_pair = params.num_splits[req + 1] - params.num_splits[req] == 2
+            is_pair = params.num_splits[part.end_req + 1] - params.num_splits[part.end_req] == 2
             # Pieces stand in split order; only the part's first request can have some before it.
-            piece = cutlass.select_(req == part.begin_req, part.record[4], Int32(0))
-            flags = params.flags[Int64(work.slot - piece), s_idx, head_tile, None]
-            flag = flags.iterator.toint() + half * 8
+            piece = cutlass.select_(part.end_req == part.begin_req, part.record[4], Int32(0))
+            flag = self.flag(params, work.slot - piece, s_idx, head_tile, half)
             is_second = Uint32(0)
             if is_pair:
                 found = Int64(0)  # which no nonce is
@@ -1208,18 +1229,29 @@ class SparseDecode:
                         found = exchange_gpu(flag, params.nonce)
                     is_second = barrier_any(NamedBarriers.MERGE + half, WARPGROUP, found == params.nonce)
             if is_second != 0:
-                is_complete = Boolean(True)
-                self.merge_pair(params, work.slot, work.slot + 1 - 2 * piece, req, s_idx, head_tile, t, half, accO)
                 if t == 0:
                     store_relaxed_gpu(flag, Int64(0))  # a replay of a CUDA graph has the same nonce
-        if is_complete:
-            self.store_o(params, req, s_idx, head_tile, t, half, accO)
+                other = work.slot + 1 - 2 * piece
+                self.merge_pair(params, shared, work.slot, other, part.end_req, s_idx, head_tile, t, half, accO)
+        else:
+            self.store_o(params, part.end_req, s_idx, head_tile, t, half, accO)
 
-    def piece_of(self, params: Params, slot: Int32, s_idx: Int32, group: Int32, half: Int32, lane: Int32) -> list[cute.Tensor]:
-        """This lane's elements 4 j ... 4 j + 3 of a piece in scratch, [4] for each j."""
-        address = params.o_partial[Int64(slot), s_idx, group, 1 - half, None].iterator.toint() + lane * 16
-        pointers = [cute.make_ptr(Float32, address + j * 512, cute.AddressSpace.gmem, assumed_align=16) for j in range(HALF // 8)]
-        return [cute.make_tensor(p, 4) for p in pointers]
+        owes = Int32(0)
+        if t == 0:
+            owes = cute.make_tensor(shared.owes, 2)[half]
+        if barrier_any(NamedBarriers.MERGE + half, WARPGROUP, owes != 0) != 0:
+            slot = part.record[7]
+            if t == 0:
+                store_relaxed_gpu(self.flag(params, slot - 1, s_idx, head_tile, half), Int64(0))
+            self.merge_stored(params, shared, slot, slot - 1, part.begin_req, s_idx, head_tile, t, half)
+
+    def flag(self, params: Params, first_slot: Int32, s_idx: Int32, head_tile: Int32, half: Int32) -> Int64:
+        """Address of the flag of a request in two pieces, for half of a head tile."""
+        return params.flags[Int64(first_slot), s_idx, head_tile, None].iterator.toint() + half * 8
+
+    def piece_of(self, params: Params, slot: Int32, s_idx: Int32, group: Int32, half: Int32, lane: Int32) -> Int64:
+        """Address of this lane's first 16 bytes of a warp's piece in scratch; the others follow 512 bytes apart."""
+        return params.o_partial[Int64(slot), s_idx, group, 1 - half, None].iterator.toint() + lane * 16
 
     @cute.jit
     def store_piece(
@@ -1230,45 +1262,81 @@ class SparseDecode:
         if group * GROUP < self.h_q:
             piece = self.piece_of(params, slot, s_idx, group, half, t % 32)
             for j in cutlass.range_constexpr(HALF // 8):
-                cute.autovec_copy(cute.make_tensor(accO.iterator + 4 * j, 4), piece[j])
+                pointer = cute.make_ptr(Float32, piece + j * 512, cute.AddressSpace.gmem, assumed_align=16)
+                cute.autovec_copy(cute.make_tensor(accO.iterator + 4 * j, 4), cute.make_tensor(pointer, 4))
+
+    @cute.jit
+    def merge_weights(
+        self, params: Params, shared: Shared, slot: Int32, other_slot: Int32, req: Int32, s_idx: Int32, head_tile: Int32,
+        t: Int32, half: Int32,
+    ):  # fmt: skip
+        """For two pieces the weights of this thread's rows r = 0, 1: [r] of [2]. By the maths of combine.py; lse with it."""
+        weights = Int32(shared.exchange.toint()) + half * (TILE_M * 8)  # [64, 2] fp32; convert has done all its work
+        row = head_tile * TILE_M + t
+        if (t < TILE_M) & (row < self.h_q):
+            mine = params.lse_partial[Int64(slot), s_idx, row]
+            other = params.lse_partial[Int64(other_slot), s_idx, row]
+            top = cute.arch.fmax(cute.arch.fmax(mine, other), Float32(-1e30))  # finite: -inf - -inf is NaN
+            total = cute.math.exp2(mine - top, fastmath=True) + cute.math.exp2(other - top, fastmath=True)
+            sink_log2 = None
+            if const_expr(params.attn_sink is not None):
+                sink_log2 = params.attn_sink[row] * LOG2_E
+            lse, exponent = normalise(top, total, sink_log2)
+            if half == 0:
+                params.lse[Int64(req), s_idx, row] = lse * LN_2
+            self.store_pair(
+                weights, t, (cute.math.exp2(mine - exponent, fastmath=True), cute.math.exp2(other - exponent, fastmath=True))
+            )
+        cute.arch.barrier(barrier_id=NamedBarriers.MERGE + half, number_of_threads=WARPGROUP)
+        return [self.load_pair(weights, fragment_row(t) + 8 * r) for r in (0, 1)]
 
     @cute.jit
     def merge_pair(
-        self, params: Params, slot: Int32, other_slot: Int32, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32,
-        half: Int32, accO: cute.Tensor,
+        self, params: Params, shared: Shared, slot: Int32, other_slot: Int32, req: Int32, s_idx: Int32, head_tile: Int32,
+        t: Int32, half: Int32, accO: cute.Tensor,
     ):  # fmt: skip
-        """O of a request from this piece, in accO, and the other one, in scratch: the maths of combine.py. And its lse.
-
-        Both products are rounded before they are added: the sum is the same whoever makes it. An empty piece's O is 0.
-        """
+        """out of a request from its piece in accO and the other one in scratch."""
+        weights = self.merge_weights(params, shared, slot, other_slot, req, s_idx, head_tile, t, half)
         group = head_tile * (TILE_M // GROUP) + t // 32
         if group * GROUP < self.h_q:
-            piece = self.piece_of(params, other_slot, s_idx, group, half, t % 32)
-            weight = cute.make_rmem_tensor((2, 2), Float32)  # (row, this piece or the other)
-            for r in cutlass.range_constexpr(2):
-                head = head_tile * TILE_M + fragment_row(t) + 8 * r
-                row = cutlass.min(head, self.h_q - 1)
-                mine = params.lse_partial[Int64(slot), s_idx, row]
-                other = params.lse_partial[Int64(other_slot), s_idx, row]
-                top = cute.arch.fmax(cute.arch.fmax(mine, other), Float32(-1e30))  # finite: -inf - -inf is NaN
-                total = cute.math.exp2(mine - top, fastmath=True) + cute.math.exp2(other - top, fastmath=True)
-                sink_log2 = None
-                if const_expr(params.attn_sink is not None):
-                    sink_log2 = params.attn_sink[row] * LOG2_E
-                lse, exponent = normalise(top, total, sink_log2)
-                weight[r, 0] = cute.math.exp2(mine - exponent, fastmath=True)
-                weight[r, 1] = cute.math.exp2(other - exponent, fastmath=True)
-                if (half == 0) & (t % 4 == 0) & (head < self.h_q):
-                    params.lse[Int64(req), s_idx, head] = lse * LN_2
-            ahead = [cute.make_rmem_tensor(4, Float32) for _ in range(HALF // 8)]
-            for j in cutlass.range_constexpr(HALF // 8 + LOADS_AHEAD):
-                if const_expr(j < HALF // 8):
-                    cute.autovec_copy(piece[j], ahead[j])
-                if const_expr(j >= LOADS_AHEAD):
-                    k = j - LOADS_AHEAD
-                    for i in cutlass.range_constexpr(4):
-                        accO[4 * k + i] = weighted_sum(accO[4 * k + i], weight[i // 2, 0], ahead[k][i], weight[i // 2, 1])
-                cute.arch.sync_warp()  # no load moves up: there are no registers for more
+            other = self.piece_of(params, other_slot, s_idx, group, half, t % 32)
+            for step in cutlass.range_constexpr(len(MERGE_ROUNDS)):
+                first, count = 4 * sum(MERGE_ROUNDS[:step]), 4 * MERGE_ROUNDS[step]
+                mine = [cute.make_tensor(accO.iterator + 4 * (first + j), 4) for j in range(count)]
+                self.store_columns(
+                    params, req, s_idx, head_tile, t, half, first, self.merged(mine, self.load_16b(other, first, count), weights)
+                )
+
+    @cute.jit
+    def merge_stored(
+        self, params: Params, shared: Shared, slot: Int32, other_slot: Int32, req: Int32, s_idx: Int32, head_tile: Int32,
+        t: Int32, half: Int32,
+    ):  # fmt: skip
+        """The same from two pieces in scratch."""
+        weights = self.merge_weights(params, shared, slot, other_slot, req, s_idx, head_tile, t, half)
+        group = head_tile * (TILE_M // GROUP) + t // 32
+        if group * GROUP < self.h_q:
+            mine = self.piece_of(params, slot, s_idx, group, half, t % 32)
+            other = self.piece_of(params, other_slot, s_idx, group, half, t % 32)
+            for first in cutlass.range(0, HALF // 8, 4, unroll=1):
+                values = self.merged(self.load_16b(mine, first, 4), self.load_16b(other, first, 4), weights)
+                self.store_columns(params, req, s_idx, head_tile, t, half, first, values)
+
+    def load_16b(self, piece: Int64, first, count: int) -> list[cute.Tensor]:
+        """Elements 4 j ... 4 j + 3 of a piece from j = first on."""
+        loads = [cute.make_rmem_tensor(4, Float32) for _ in range(count)]
+        for j, load in enumerate(loads):
+            pointer = cute.make_ptr(Float32, piece + (first + j) * 512, cute.AddressSpace.gmem, assumed_align=16)
+            cute.autovec_copy(cute.make_tensor(pointer, 4), load)
+        return loads
+
+    def merged(self, mine: list[cute.Tensor], other: list[cute.Tensor], weights: list) -> list[cute.Tensor]:
+        """The weighted sum in place of the other piece. Both products are rounded: it is the same whoever makes it."""
+        for x, y in zip(mine, other):
+            for i in range(4):
+                weight = weights[i // 2]
+                y[i] = add_product(x[i] * weight[0], y[i], weight[1])
+        return other
 
     @cute.jit
     def store_o(
@@ -1279,24 +1347,33 @@ class SparseDecode:
         Element e + 2 r + 4 j of accO is row + 8 r, column 8 j + 2 pc + e. A quad of lanes holds 32 columns of a row in four
         groups of 8; they are transposed, so that each lane stores 16 bytes.
         """
-        row, pc = fragment_row(t), t % 4
+        values = [cute.make_tensor(accO.iterator + 4 * j, 4) for j in range(HALF // 8)]
+        self.store_columns(params, req, s_idx, head_tile, t, half, 0, values)
+
+    @cute.jit
+    def store_columns(
+        self, params: Params, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32, first, values: list,
+    ):  # fmt: skip
+        """32 columns for every four `values`: elements 4 j ... 4 j + 3 of O's fragment from j = first on, to out as bf16."""
+        pc = t % 4
         for r in cutlass.range_constexpr(2):
-            head = head_tile * TILE_M + row + 8 * r
-            gO = cute.zipped_divide(params.out[Int64(req), s_idx, cutlass.min(head, self.h_q - 1), None], (8,))
-            for group in cutlass.range_constexpr(HALF // 32):
+            head = head_tile * TILE_M + fragment_row(t) + 8 * r
+            row = params.out[Int64(req), s_idx, cutlass.min(head, self.h_q - 1), None].iterator
+            address = row.toint() + (1 - half) * (HALF * 2) + pc * 16
+            for group in cutlass.range_constexpr(len(values) // 4):
                 pairs = []
                 for j in (0, 1, 2, 3):
                     pair = cute.make_rmem_tensor(2, Float32)
                     for e in (0, 1):
-                        pair[e] = accO[e + 2 * r + 4 * (4 * group + j)]
+                        pair[e] = values[4 * group + j][2 * r + e]
                     bf16 = cute.make_rmem_tensor(2, BFloat16)
                     bf16.store(pair.load().to(BFloat16))
                     pairs.append(cute.recast_tensor(bf16, Uint32)[0])
                 words = cute.make_rmem_tensor(4, Uint32)
                 words[0], words[1], words[2], words[3] = quad_transpose(pairs, pc)
                 if head < self.h_q:
-                    piece = gO[None, (1 - half) * (HALF // 8) + 4 * group + pc]
-                    cute.autovec_copy(cute.recast_tensor(words, BFloat16), piece)
+                    piece = cute.make_ptr(Uint32, address + (first + 4 * group) * 16, cute.AddressSpace.gmem, assumed_align=16)
+                    cute.autovec_copy(words, cute.make_tensor(piece, 4))
 
 
 SparseDecode.kernel.set_name_prefix("mla_sparse_decode_sm90", remove_cutlass_symbol=True, keep_mangled_name=False)
