@@ -102,14 +102,16 @@ def quad_transpose(words: list, lane: Int32) -> list:
     return words
 
 
-def barrier_any(barrier_id: Int32, num_threads: int, predicate) -> Uint32:
+def barrier_any(barrier_id: int | Int32, num_threads: int, predicate) -> Uint32:
     """Barrier of `num_threads` threads; 1 if the predicate holds in any of them, else 0."""
+    is_known = isinstance(barrier_id, int)
     code = (
         "{ .reg .pred mine, any; setp.ne.u32 mine, {$r0}, 0; "
-        f"barrier.cta.red.or.pred any, {{$r1}}, {num_threads}, mine; "
+        f"barrier.cta.red.or.pred any, {int(barrier_id) if is_known else '{$r1}'}, {num_threads}, mine; "
         "selp.u32 {$w0}, 1, 0, any; }"
     )
-    return inline_ptx(code, write_only_types=[Uint32], read_only_args=[Uint32(predicate), Int32(barrier_id)])
+    args = [Uint32(predicate)] if is_known else [Uint32(predicate), barrier_id]
+    return inline_ptx(code, write_only_types=[Uint32], read_only_args=args)
 
 
 def load_acquire_gpu(address: Int64) -> Int64:
@@ -134,6 +136,11 @@ def weighted_sum(x: Float32, weight_x: Float32, y: Float32, weight_y: Float32) -
         "{ .reg .f32 a, b; mul.rn.f32 a, {$r0}, {$r1}; mul.rn.f32 b, {$r2}, {$r3}; add.rn.f32 {$w0}, a, b; }"
     )
     return inline_ptx(code, write_only_types=[Float32], read_only_args=[x, weight_x, y, weight_y])
+
+
+def opaque(x: Int32) -> Int32:
+    """x, of which the compiler knows nothing: it moves nothing that depends on it in front of this place."""
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 def set_registers(count: int) -> None:

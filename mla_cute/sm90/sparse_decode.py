@@ -80,6 +80,7 @@ from .helpers import (
     load_smem_16b,
     mul_bf16x2,
     nan_if_inf,
+    opaque,
     quad_transpose,
     set_registers,
     smem_tensor,
@@ -483,12 +484,10 @@ class SparseDecode:
         if part.begin_req <= part.end_req:
             cute.arch.mbarrier_wait(shared.q_full, 0)
             self.convert_q(shared, WARPGROUP * (1 + half) + t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
-        fills = Int32(1)
-        for _ in cutlass.range(1 + half, unroll=1):
+        for ahead in cutlass.range(1, 2 + half, unroll=1):
             req, block, last, index, is_extra, zeros = self.fill(
-                params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra, zeros
+                params, shared, part, s_idx, w, half, lane, ahead, req, block, last, index, is_extra, zeros
             )
-            fills += 1
 
         n, slot = Int32(0), half  # blocks done; the slot of this half of V
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
@@ -513,13 +512,12 @@ class SparseDecode:
                     self.release(shared.p_empty)  # behind it convert may write the next request's factors
                     for j in cutlass.range_constexpr(cute.size(accO)):
                         accO[j] = accO[j] * (factor_0, factor_1)[j // 2 % 2]
-                    self.finish_o(params, part, r, s_idx, head_tile, t, half, accO)
+                    self.finish_o(params, part, r, accO)
                 else:
                     self.release(shared.p_empty)
                 req, block, last, index, is_extra, zeros = self.fill(
-                    params, shared, part, s_idx, w, half, lane, fills, req, block, last, index, is_extra, zeros
+                    params, shared, part, s_idx, w, half, lane, n + half, req, block, last, index, is_extra, zeros
                 )
-                fills += 1
                 n += 1
                 slot += 2
                 slot = cutlass.select_(slot >= V_SLOTS, slot - V_SLOTS, slot)
@@ -1076,8 +1074,7 @@ class SparseDecode:
 
     @cute.jit
     def finish_o(
-        self, params: Params, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
-        accO: cute.Tensor,
+        self, params: Params, part: Part, req: Int32, accO: cute.Tensor
     ):  # fmt: skip
         """Half of O to where it belongs: out, or scratch for a piece of a split request.
 
@@ -1085,6 +1082,10 @@ class SparseDecode:
         so the two CTAs need not run at the same time. The flag's exchange makes the whole warpgroup's piece visible, and
         convert's lse, which p_full and the barrier order before it.
         """
+        # Read again, and what depends on them computed here, not in front of the loop: there are no registers to keep it in.
+        head_tile, s_idx, _ = (opaque(x) for x in cute.arch.block_idx())
+        tid = opaque(cute.arch.thread_idx()[0])
+        half, t = tid // WARPGROUP, tid % WARPGROUP
         work = self.work_range(params, part, req)
         is_complete = ~work.is_split
         if work.is_split:
