@@ -130,12 +130,10 @@ def store_relaxed_gpu(address: Int64, value: Int64) -> None:
     inline_ptx("st.relaxed.gpu.global.b64 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
-def weighted_sum(x: Float32, weight_x: Float32, y: Float32, weight_y: Float32) -> Float32:
-    """x * weight_x + y * weight_y, both products rounded: symmetric, where a fused multiply-add is not."""
-    code = (
-        "{ .reg .f32 a, b; mul.rn.f32 a, {$r0}, {$r1}; mul.rn.f32 b, {$r2}, {$r3}; add.rn.f32 {$w0}, a, b; }"
-    )
-    return inline_ptx(code, write_only_types=[Float32], read_only_args=[x, weight_x, y, weight_y])
+def add_product(sum: Float32, x: Float32, weight: Float32) -> Float32:
+    """sum + x * weight, with the product rounded as one that is in the sum already: no fused multiply-add."""
+    code = "{ .reg .f32 product; mul.rn.f32 product, {$r1}, {$r2}; add.rn.f32 {$w0}, {$r0}, product; }"
+    return inline_ptx(code, write_only_types=[Float32], read_only_args=[sum, x, weight])
 
 
 def opaque(x: Int32) -> Int32:

@@ -68,6 +68,7 @@ from ..validate import Problem, check_int
 from .helpers import (
     LN_2,
     LOG2_E,
+    add_product,
     barrier_any,
     bf16_to_fp16,
     bulk_copy_to_smem,
@@ -86,7 +87,6 @@ from .helpers import (
     smem_tensor,
     store_relaxed_gpu,
     store_smem_16b,
-    weighted_sum,
 )
 
 LOADS_AHEAD = 3  # 16 bytes each of the other piece: registers allow no more
@@ -515,6 +515,8 @@ class SparseDecode:
                     self.finish_o(params, part, r, accO)
                 else:
                     self.release(shared.p_empty)
+                here = opaque(cute.arch.thread_idx()[0]) & (WARPGROUP - 1)  # what depends on it is computed here, not in front of the loop
+                lane, w = here & 31, cute.arch.make_warp_uniform(here >> 5)
                 req, block, last, index, is_extra, zeros = self.fill(
                     params, shared, part, s_idx, w, half, lane, n + half, req, block, last, index, is_extra, zeros
                 )
@@ -1085,7 +1087,7 @@ class SparseDecode:
         # Read again, and what depends on them computed here, not in front of the loop: there are no registers to keep it in.
         head_tile, s_idx, _ = (opaque(x) for x in cute.arch.block_idx())
         tid = opaque(cute.arch.thread_idx()[0])
-        half, t = tid // WARPGROUP, tid % WARPGROUP
+        half, t = tid >> 7, tid & (WARPGROUP - 1)
         work = self.work_range(params, part, req)
         is_complete = ~work.is_split
         if work.is_split:
@@ -1109,10 +1111,10 @@ class SparseDecode:
                         found = exchange_gpu(flag, params.nonce)
                     is_second = barrier_any(NamedBarriers.MERGE + half, WARPGROUP, found == params.nonce)
             if is_second != 0:
+                if t == 0:  # nobody looks at it any more; a replay of a CUDA graph has the same nonce
+                    store_relaxed_gpu(flag, Int64(0))
                 is_complete = Boolean(True)
                 self.merge_pair(params, work.slot, work.slot + 1 - 2 * piece, req, s_idx, head_tile, t, half, accO)
-                if t == 0:
-                    store_relaxed_gpu(flag, Int64(0))  # a replay of a CUDA graph has the same nonce
         if is_complete:
             self.store_o(params, req, s_idx, head_tile, t, half, accO)
 
@@ -1127,9 +1129,9 @@ class SparseDecode:
         self, params: Params, slot: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32, accO: cute.Tensor
     ):  # fmt: skip
         """Half of O as it is to scratch."""
-        group = head_tile * (TILE_M // GROUP) + t // 32
+        group = head_tile * (TILE_M // GROUP) + (t >> 5)
         if group * GROUP < self.h_q:
-            piece = self.piece_of(params, slot, s_idx, group, half, t % 32)
+            piece = self.piece_of(params, slot, s_idx, group, half, t & 31)
             for j in cutlass.range_constexpr(HALF // 8):
                 cute.autovec_copy(cute.make_tensor(accO.iterator + 4 * j, 4), piece[j])
 
@@ -1142,25 +1144,30 @@ class SparseDecode:
 
         Both products are rounded before they are added: the sum is the same whoever makes it. An empty piece's O is 0.
         """
-        group = head_tile * (TILE_M // GROUP) + t // 32
+        group = head_tile * (TILE_M // GROUP) + (t >> 5)
         if group * GROUP < self.h_q:
-            piece = self.piece_of(params, other_slot, s_idx, group, half, t % 32)
-            weight = cute.make_rmem_tensor((2, 2), Float32)  # (row, this piece or the other)
+            lane = t & 31
+            head = group * GROUP + lane % GROUP  # lanes 16 on repeat the first 16
+            row = cutlass.min(head, self.h_q - 1)
+            mine = params.lse_partial[Int64(slot), s_idx, row]
+            other = params.lse_partial[Int64(other_slot), s_idx, row]
+            top = cute.arch.fmax(cute.arch.fmax(mine, other), Float32(-1e30))  # finite: -inf - -inf is NaN
+            total = cute.math.exp2(mine - top, fastmath=True) + cute.math.exp2(other - top, fastmath=True)
+            sink_log2 = None
+            if const_expr(params.attn_sink is not None):
+                sink_log2 = params.attn_sink[row] * LOG2_E
+            lse, exponent = normalise(top, total, sink_log2)
+            if (half == 0) & (lane < GROUP) & (head < self.h_q):
+                params.lse[Int64(req), s_idx, head] = lse * LN_2
+            mine = cute.math.exp2(mine - exponent, fastmath=True)
+            other = cute.math.exp2(other - exponent, fastmath=True)
+            weights = [cute.arch.shuffle_sync(other, lane // 4 + 8 * r) for r in (0, 1)]
             for r in cutlass.range_constexpr(2):
-                head = head_tile * TILE_M + fragment_row(t) + 8 * r
-                row = cutlass.min(head, self.h_q - 1)
-                mine = params.lse_partial[Int64(slot), s_idx, row]
-                other = params.lse_partial[Int64(other_slot), s_idx, row]
-                top = cute.arch.fmax(cute.arch.fmax(mine, other), Float32(-1e30))  # finite: -inf - -inf is NaN
-                total = cute.math.exp2(mine - top, fastmath=True) + cute.math.exp2(other - top, fastmath=True)
-                sink_log2 = None
-                if const_expr(params.attn_sink is not None):
-                    sink_log2 = params.attn_sink[row] * LOG2_E
-                lse, exponent = normalise(top, total, sink_log2)
-                weight[r, 0] = cute.math.exp2(mine - exponent, fastmath=True)
-                weight[r, 1] = cute.math.exp2(other - exponent, fastmath=True)
-                if (half == 0) & (t % 4 == 0) & (head < self.h_q):
-                    params.lse[Int64(req), s_idx, head] = lse * LN_2
+                weight = cute.arch.shuffle_sync(mine, lane // 4 + 8 * r)
+                for i in cutlass.range_constexpr(HALF // 4):
+                    j = i % 2 + 2 * r + 4 * (i // 2)
+                    accO[j] = accO[j] * weight
+            piece = self.piece_of(params, other_slot, s_idx, group, half, opaque(lane))
             ahead = [cute.make_rmem_tensor(4, Float32) for _ in range(HALF // 8)]
             for j in cutlass.range_constexpr(HALF // 8 + LOADS_AHEAD):
                 if const_expr(j < HALF // 8):
@@ -1168,7 +1175,7 @@ class SparseDecode:
                 if const_expr(j >= LOADS_AHEAD):
                     k = j - LOADS_AHEAD
                     for i in cutlass.range_constexpr(4):
-                        accO[4 * k + i] = weighted_sum(accO[4 * k + i], weight[i // 2, 0], ahead[k][i], weight[i // 2, 1])
+                        accO[4 * k + i] = add_product(accO[4 * k + i], ahead[k][i], weights[i // 2])
                 cute.arch.sync_warp()  # no load moves up: there are no registers for more
 
     @cute.jit
