@@ -349,8 +349,8 @@ def step_3_plan(case: Case) -> Step:
                 "combine, if nothing is split",
                 None,
                 "not launched",
-                slip="FlashMLA launches it in any case, and so do we: it leaves at once where there is nothing to "
-                "merge, as the article's own step 16 has it.",
+                slip="FlashMLA launches it in any case, and it leaves at once where there is nothing to merge, as the "
+                "article's own step 16 has it. We launch it unless shapes alone say that no request is in three pieces.",
             ),
             Row("FP8 record saves [%]", 100 * (1 - V32.bytes_per_token / (2 * V32.d_qk)), "43"),
             Row(

@@ -37,7 +37,7 @@ def fragment_order(o_partial: torch.Tensor) -> torch.Tensor:
     """
     slots, s_q, h_q, _ = o_partial.shape
     groups = -(-h_q // 16)
-    whole = torch.full((slots, s_q, 16 * groups, D_V), math.nan)
+    whole = torch.full((slots, s_q, 16 * groups, D_V), math.nan, device=o_partial.device)
     whole[:, :, :h_q] = o_partial
     return whole.view(slots, s_q, groups, 2, 8, 2, 32, 4, 2).permute(0, 1, 2, 5, 6, 4, 7, 3, 8).contiguous()
 

@@ -71,7 +71,7 @@ def test_two_pieces_and_three(h_q, sink, kv_format):
     x.indices[2, 0, :64] = -1  # the first piece
     x.indices[3, 0, 320:] = -1  # the last one
     x.indices[2:4, 1] = -1  # all of them
-    x.indices[2, 1, 70] = token  # but the second
+    x.indices[2, :, 70] = token  # but the second
     x.indices[1, 1] = -1
     topk_length = torch.tensor(lengths, dtype=torch.int32)
     ours = {"softmax_scale": x.softmax_scale, "topk_length": topk_length, "attn_sink": x.attn_sink}

@@ -2,8 +2,8 @@
 
 The oracle never sees a large address: it gets the compact tensors, the kernel the same values far apart; or it gets slices.
 
-Scratch is not here: 2 P s_q h_q 513 values with P s_q head_tiles <= the SMs are some 9 million at most. The combine alone
-takes any number of pieces and is here.
+Scratch is not here: 2 P s_q h_q 513 values, h_q in whole groups of 16, with P s_q head_tiles <= the SMs are some 9 million
+at most. The combine alone takes any number of pieces and is here.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import types
 import pytest
 import torch
 from decode_checks import compile_kernels, decode_and_check
+from test_combine import fragment_order
 
 import mla_cute
 from mla_cute import emulator, jit, reference, schedule
@@ -187,7 +188,7 @@ def test_emulated_kernel_on_large_addresses(name):
         check_moved(x, case, backend="emulator", **where, **rows)
     splits = plan.num_splits.diff()
     assert (splits == 1).any() and (splits > 1).any()
-    assert s.findings == [] and len(s.grids) == 4  # two plans, the kernel, the combine
+    assert s.findings == [] and len(s.grids) == 3  # two plans, the kernel, which merges pairs
 
 
 @pytest.mark.emulate
@@ -297,6 +298,7 @@ def combine_in_slices(b, blocks, num_parts, s_q, h_q, device, kernel):
     each, checked at the first, the middle and the last query token. Returns elements of the pieces."""
     g = torch.Generator(device).manual_seed(0)
     metadata, num_splits = reference.plan([64 * blocks] * b, num_parts)
+    assert num_splits.diff().min() >= 3
     o_partial = torch.empty(2 * num_parts, s_q, h_q, 512, device=device).normal_(generator=g)
     lse_partial = torch.randn(2 * num_parts, s_q, h_q, generator=g, device=device) * 8
     sink = torch.randn(h_q, generator=g, device=device)
@@ -355,9 +357,9 @@ def test_combine_in_slices():
     def kernel(metadata, num_splits, o_partial, lse_partial, sink, out, lse):
         reference.combine(o_partial, lse_partial, metadata, num_splits, attn_sink=sink, out=out, lse=lse)
 
-    assert combine_in_slices(5, 20, 12, 3, 2, "cpu", kernel) > 0
+    assert combine_in_slices(5, 20, 30, 3, 2, "cpu", kernel) > 0
     with pytest.raises(AssertionError, match="lse 2"):  # the last query token
-        combine_in_slices(5, 20, 12, 3, 2, "cpu", lambda *args: (kernel(*args), args[-1][:, 2].add_(0.1)))
+        combine_in_slices(5, 20, 30, 3, 2, "cpu", lambda *args: (kernel(*args), args[-1][:, 2].add_(0.1)))
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
@@ -559,7 +561,7 @@ def test_far_rows(case, name, impl, room):
 @pytest.mark.parametrize("case", MANY_ROWS, ids=str)
 def test_many_rows(case, impl, room):
     """More than 2^32 bytes and elements of q and nearly as many of out, whichever dim brings them; every row is checked."""
-    room(45 * GB)
+    room(85 * GB)
     x = shared_cache_inputs(case, "cuda")
     assert x.q.numel() > 2**32 and case.b * case.s_q * 128 * 512 > 2**32 - 2**17
     check_all_rows(x, impl=impl)
@@ -607,9 +609,17 @@ def test_large_combine(room):
     """Pieces that take more than 2^32 elements, 2^34 bytes."""
     from mla_cute import combine
 
-    room(45 * GB)
+    room(85 * GB)
     kernel = jit.load(combine, Problem(h_q=128, has_attn_sink=True), None, jit.arch_of("cuda"))
-    assert combine_in_slices(150, 20, 300, 192, 128, "cuda", kernel) > 2**32
+
+    def in_fragment_order(metadata, num_splits, o_partial, lse_partial, *rest):
+        scratch = torch.empty(o_partial.numel() + lse_partial.numel(), device="cuda")
+        for slot, piece in enumerate(o_partial):  # slot by slot: there is no room for a second copy of all
+            scratch[slot * piece.numel() :][: piece.numel()] = fragment_order(piece[None]).flatten()
+        scratch[o_partial.numel() :] = lse_partial.flatten()
+        kernel(metadata, num_splits, scratch, *rest)
+
+    assert combine_in_slices(100, 40, 300, 224, 128, "cuda", in_fragment_order) > 2**32
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ bytes that are still read, asynchronous copies, and what another launch does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .machine import Warp
 
 PLACES = 16  # of foreign events in a cluster's clocks; those beyond share the last, and hide races
+PAGE_BITS = 16
 WIDE = {"gpu", "gl", "sys"}  # scopes that reach another cluster
 
 Event = dict[int, np.ndarray]  # number of a cluster -> clock [2, agents]
@@ -31,42 +33,32 @@ class GlobalOrder:
 
     def __init__(self):
         self.stamps: list[tuple] = [()]  # (cluster, agent, epoch, CTA's index, warp, pc); 0: nobody
-        self.written: dict[int, np.ndarray] = {}  # base of a range -> stamp of each byte
+        self.written: dict[int, np.ndarray] = {}  # page -> stamp of each byte
         self.flags: dict[int, tuple[Event, int | None]] = {}  # address -> what was released, to which cluster alone
 
     # --- plain accesses
 
     def read(self, w: Warp, addresses: np.ndarray, nbytes: int) -> None:
         """addresses: of the active lanes."""
-        base = self._base(w, addresses, nbytes)
-        if base in self.written:
-            self._check(w, self.written[base], _bytes(addresses - base, nbytes), "reads")
+        for page, index in _pages(addresses, nbytes) if self.written else ():
+            if page in self.written:
+                self._check(w, self.written[page][index], "reads")
 
     def write(self, w: Warp, addresses: np.ndarray, nbytes: int, changes: bool) -> None:
         """changes: something else stood there. Two CTAs may both store the same."""
-        base = self._base(w, addresses, nbytes)
-        if base is None:
-            return
-        if base not in self.written:
-            at = int(addresses[0])
-            self.written[base] = np.zeros(len(w.machine.memory.find(at, at + 1)[1]), np.int32)
-        written, index = self.written[base], _bytes(addresses - base, nbytes)
-        if changes:
-            self._check(w, written, index, "overwrites")
         stamp = w.cta.cluster.number, w.agent, int(w.clock[0, w.agent]), w.cta.index, w.index, w.pc - 1
         if stamp != self.stamps[-1]:
             self.stamps.append(stamp)
-        written[index] = len(self.stamps) - 1
+        for page, index in _pages(addresses, nbytes):
+            if page not in self.written:
+                self.written[page] = np.zeros(1 << PAGE_BITS, np.int32)
+            written = self.written[page]
+            if changes:
+                self._check(w, written[index], "overwrites")
+            written[index] = len(self.stamps) - 1
 
-    def _base(self, w: Warp, addresses: np.ndarray, nbytes: int) -> int | None:
-        """Where the range of all lanes begins; None of lanes in several, which are not looked at."""
-        try:
-            return w.machine.memory.find(int(addresses.min()), int(addresses.max()) + nbytes)[0]
-        except w.machine.memory.fault:
-            return None
-
-    def _check(self, w: Warp, written: np.ndarray, index: np.ndarray, does: str) -> None:
-        for i in np.unique(written[index]):
+    def _check(self, w: Warp, stamps: np.ndarray, does: str) -> None:
+        for i in np.unique(stamps):
             if i and not self._knows(w, *self.stamps[i][:3]):
                 *_, cta, warp, pc = self.stamps[i]
                 text = f"{does} global memory that another warp has written, without knowing of it"
@@ -131,8 +123,12 @@ def _union(a: Event, b: Event) -> Event:
     return {n: np.maximum(a[n], b[n]) if n in a and n in b else a.get(n, b.get(n)) for n in a.keys() | b.keys()}
 
 
-def _bytes(offsets: np.ndarray, nbytes: int) -> np.ndarray:
-    return offsets[:, None] + np.arange(nbytes)
+def _pages(addresses: np.ndarray, nbytes: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of a page, offsets of bytes in it)"""
+    at = (addresses[:, None] + np.arange(nbytes)).reshape(-1)
+    pages = at >> PAGE_BITS
+    for page in np.unique(pages):
+        yield int(page), at[pages == page] - (int(page) << PAGE_BITS)
 
 
 def active(w: Warp, addresses: np.ndarray) -> np.ndarray:

@@ -185,8 +185,6 @@ class Wait:
 class GlobalMemory:
     """The address ranges that kernels may touch: those of the tensors that were passed, at their real addresses."""
 
-    fault = Fault  # that `find` raises
-
     def __init__(self):
         self.starts: list[int] = []
         self.ranges: list[tuple[int, int, np.ndarray, str]] = []  # start, end, bytes from start & ~15, name
