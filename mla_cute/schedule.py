@@ -52,8 +52,6 @@ class DecodePlan:
     extra_topk: int  # 0: no extra keys
     has_extra_topk_length: bool
     num_parts: int  # P
-    tile_n: int
-    fixed_overhead_blocks: int
     config: Any
     metadata: torch.Tensor  # [P, 8] int32, a record a part: see `mla_cute.reference.plan`
     num_splits: torch.Tensor  # [b + 1] int32: splits of the requests before each request
@@ -82,6 +80,14 @@ class DecodePlan:
     @property
     def device(self) -> torch.device:
         return self.metadata.device
+
+    @property
+    def tile_n(self) -> int:
+        return self.config.tile_n
+
+    @property
+    def fixed_overhead_blocks(self) -> int:
+        return overhead(self.config, self.b, self.topk, self.extra_topk, self.num_parts)
 
     @property
     def max_splits(self) -> int:
@@ -138,10 +144,9 @@ class DecodePlan:
             if value != getattr(self, name):
                 raise ValueError(f"plan: was made for {name} {getattr(self, name)}, got a call with {name} {value}")
         for name in ("tile_n", "fixed_overhead_blocks"):
-            if getattr(config, name) != getattr(self, name):
-                raise ValueError(
-                    f"plan: was made with config.{name} {getattr(self, name)}, got a call with {getattr(config, name)}"
-                )
+            ours, theirs = getattr(self.config, name), getattr(config, name)
+            if ours != theirs:
+                raise ValueError(f"plan: was made with config.{name} {ours}, got a call with {theirs}")
         raise ValueError(f"plan: was made with config {self.config}, got a call with {config}")
 
 
@@ -180,6 +185,18 @@ register_pytree_node(
 )
 
 
+def overhead(config: Any, b: int, topk: int, extra_topk: int, num_parts: int) -> int:
+    """What beginning a request costs, in blocks, as the plan charges it: the Config's, or where that is None by the load.
+
+    FlashMLA's 5 keeps requests whole where it can, and pays with uneven parts; with few blocks a part even parts gain more
+    than splits cost (H200: b 16 in parts of 8 blocks instead of 9).
+    """
+    if config.fixed_overhead_blocks is not None:
+        return config.fixed_overhead_blocks
+    blocks = -(-topk // config.tile_n) + -(-extra_topk // config.tile_n)  # lengths are on the device
+    return 1 if b * blocks <= FEW_BLOCKS * num_parts else 5
+
+
 @functools.lru_cache(4096)
 def max_splits(
     b: int, topk: int, extra_topk: int, has_lengths: bool, num_parts: int, tile_n: int, fixed_overhead_blocks: int
@@ -214,6 +231,7 @@ def scratch_size(num_parts: int, s_q: int, h_q: int) -> int:
     return 2 * num_parts * s_q * (-(-h_q // 16) * 16 * D_V + h_q + 4 * -(-h_q // HEAD_TILE))
 
 
+FEW_BLOCKS = 16  # a part: then the plan deals them evenly
 _NAMES = ("q", "indices", "topk_length", "extra_indices", "extra_topk_length")
 
 
@@ -271,18 +289,19 @@ def plan_decode(
         )
     choice = choose(q, indices, topk_length, extra_indices, extra_topk_length, config, impl, backend)
     b, s_q, h_q, topk, extra_topk, where, impl, config, num_parts = choice
-    tile_n, overhead, device = config.tile_n, config.fixed_overhead_blocks, q.device
+    tile_n, device = config.tile_n, q.device
+    charge = overhead(config, b, topk, extra_topk, num_parts)
     extra = {"extra_topk": extra_topk, "extra_topk_length": extra_topk_length}
     if where.arch != "cpu" and impl is not reference:  # the reference also serves GPUs that the planner's kernel does not
         lengths = b, topk, topk_length
-        metadata, num_splits = _plan_by_kernel(*lengths, num_parts, tile_n, overhead, device, where, **extra)
+        metadata, num_splits = _plan_by_kernel(*lengths, num_parts, tile_n, charge, device, where, **extra)
     else:
         keys = reference.sparse_num_keys(b, topk, topk_length, **extra, tile_n=tile_n)
-        metadata, num_splits = reference.plan(keys, num_parts, tile_n=tile_n, fixed_overhead_blocks=overhead)
+        metadata, num_splits = reference.plan(keys, num_parts, tile_n=tile_n, fixed_overhead_blocks=charge)
         metadata, num_splits = metadata.to(device), num_splits.to(device)
     return DecodePlan(
         *(b, s_q, h_q, topk, topk_length is not None, extra_topk, extra_topk_length is not None),
-        *(num_parts, tile_n, overhead, config, metadata, num_splits),
+        *(num_parts, config, metadata, num_splits),
     )
 
 
@@ -320,7 +339,7 @@ def _plan_by_kernel(
     topk_length: torch.Tensor | None,
     num_parts: int,
     tile_n: int,
-    overhead: int,
+    charge: int,
     device: torch.device,
     where: Target,
     extra_topk: int = 0,
@@ -329,10 +348,10 @@ def _plan_by_kernel(
     """metadata [P, 8] and num_splits [b + 1] by one launch of `schedule_kernel`."""
     from . import schedule_kernel  # loads the DSL
 
-    cost = b * (-(-topk // tile_n) + -(-extra_topk // tile_n) + overhead)  # at most
-    if 2 * cost + num_parts + overhead >= INT32_MAX:  # the farthest point on the kernel's cost axis
+    cost = b * (-(-topk // tile_n) + -(-extra_topk // tile_n) + charge)  # at most
+    if 2 * cost + num_parts + charge >= INT32_MAX:  # the farthest point on the kernel's cost axis
         blocks = "topk and extra_topk" if extra_topk else "topk"
-        raise ValueError(f"indices: b * (blocks of {blocks} + {overhead}) must be below about 2**30, got {cost}")
+        raise ValueError(f"indices: b * (blocks of {blocks} + {charge}) must be below about 2**30, got {cost}")
     use_workspace = schedule_kernel.needs_workspace(b, num_parts)
     problem = schedule_kernel.PlanProblem(topk_length is not None, use_workspace, extra_topk_length is not None)
     kernel = where.load(schedule_kernel, problem, None, where.arch)
@@ -342,7 +361,7 @@ def _plan_by_kernel(
     if use_workspace:
         workspace = torch.empty(schedule_kernel.workspace_size(b, num_parts), dtype=torch.int32, device=device)
     lengths = topk_length, topk, extra_topk_length, extra_topk
-    kernel(*lengths, tile_n, overhead, workspace, metadata, num_splits)  # on the tensors' device
+    kernel(*lengths, tile_n, charge, workspace, metadata, num_splits)  # on the tensors' device
     return metadata, num_splits
 
 

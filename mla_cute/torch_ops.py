@@ -92,7 +92,7 @@ def plan_decode(q, indices, *, topk_length, extra_indices, extra_topk_length, co
         config = _default_config(q.device, operator.index(h_q), operator.index(d_qk), *has, **how)
     return DecodePlan(
         *(b, s_q, h_q, indices.shape[2], has[0], 0 if extra_indices is None else extra_indices.shape[2], has[2]),
-        *(metadata.shape[0], config.tile_n, config.fixed_overhead_blocks, config, metadata, num_splits),
+        *(metadata.shape[0], config, metadata, num_splits),
     )
 
 
@@ -225,8 +225,6 @@ def unflatten(children: Iterable, context: tuple) -> DecodePlan:
         "extra_topk": extra_topk,
         "has_extra_topk_length": has_extra_topk_length,
         "num_parts": metadata.shape[0] if whole else None,
-        "tile_n": config.tile_n,
-        "fixed_overhead_blocks": config.fixed_overhead_blocks,
         "config": config,
         "metadata": metadata,
         "num_splits": num_splits,
@@ -297,8 +295,7 @@ def _sparse_decode(
         made_with = _config_of("plan.config", plan_config, kind)
         plan = DecodePlan(
             *(b, s_q, h_q, topk, bool(has_topk_length), extra_topk, bool(has_extra_topk_length)),
-            *(plan_metadata.shape[0], made_with.tile_n, made_with.fixed_overhead_blocks, made_with),
-            *(plan_metadata, plan_num_splits),
+            *(plan_metadata.shape[0], made_with, plan_metadata, plan_num_splits),
         )
     config = None if config is None else _config_of("config", config, kind)
     how = {"plan": plan, "config": config, "impl": impl, "backend": backend}

@@ -23,7 +23,7 @@ import torch
 
 from .. import jit, reference, schedule_kernel
 from ..interface import select_impl, sparse_decode
-from ..schedule import DecodePlan, plan_decode
+from ..schedule import DecodePlan, overhead, plan_decode
 from ..testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, Inputs, assert_close, make_inputs
 from ..validate import Problem, check_sparse_decode
 from . import host, report, run
@@ -161,8 +161,8 @@ def prepare(args) -> Job:
         extra_topk_length=inputs.extra_topk_length,
         tile_n=config.tile_n,
     )
-    overhead = config.fixed_overhead_blocks
-    plan = reference.plan(keys, num_parts, tile_n=config.tile_n, fixed_overhead_blocks=overhead)
+    charge = overhead(config, case.b, case.topk, case.extra_topk, num_parts)
+    plan = reference.plan(keys, num_parts, tile_n=config.tile_n, fixed_overhead_blocks=charge)
     out, lse = reference.sparse_decode(inputs.q, inputs.kv_cache, inputs.indices, **inputs.kwargs())
     fixed = (case, inputs, module, config, args.arch, args.num_sms, num_parts, args.force)
     return Job(*fixed, planner, kernel, seconds, plan, out, lse)

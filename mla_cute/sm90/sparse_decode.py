@@ -110,7 +110,7 @@ class Config:
     """Every number that may be tuned. Sizes derived from them are properties; `check` raises with the arithmetic."""
 
     tile_n: int = 64  # keys of a block; the plan counts in it
-    fixed_overhead_blocks: int = 5  # a request's prologue and epilogue as the plan charges them, in blocks (FlashMLA's)
+    fixed_overhead_blocks: int | None = None  # what the plan charges for beginning a request; None: `schedule.overhead`
     registers: tuple[int, int] = (160, 184)  # each math warpgroup, convert; the pool of 384 threads is 3 * 168
 
     def num_parts(self, problem: Problem, s_q: int, num_sms: int) -> int:
@@ -140,13 +140,14 @@ class Config:
                 f"config: sm90.sparse_decode runs sparse_decode on a cache of {' or '.join(FORMATS)}, "
                 f"got {problem.op} on {problem.kv_format}"
             )
-        for name in ("tile_n", "fixed_overhead_blocks"):
-            check_int(f"config: {name}", getattr(self, name))
+        check_int("config: tile_n", self.tile_n)
+        if self.fixed_overhead_blocks is not None:
+            check_int("config: fixed_overhead_blocks", self.fixed_overhead_blocks)
         if not isinstance(self.registers, tuple) or [type(r) for r in self.registers] != [int] * 2:
             raise ValueError(f"config: registers must be a tuple of 2 ints, got {self.registers!r}")
         if self.tile_n != 64:
             raise ValueError(f"config: tile_n must be 64, got {self.tile_n}")
-        if self.fixed_overhead_blocks < 1:
+        if self.fixed_overhead_blocks is not None and self.fixed_overhead_blocks < 1:
             raise ValueError(f"config: fixed_overhead_blocks must be at least 1, got {self.fixed_overhead_blocks}")
         pool = 2 * self.registers[0] + self.registers[1]
         if any(r % 8 or not 24 <= r <= 240 for r in self.registers) or pool > 504:
