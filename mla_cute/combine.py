@@ -34,9 +34,10 @@ UNITS = 2 * HALF // 8  # of 512 bytes, in the 512 columns of a group
 UNIT = 128  # fp32
 WARPS = 8
 THREADS = 32 * WARPS
-MAX_SHARES = 4  # warps among which a unit's pieces are divided
-LOADS_IN_FLIGHT = 8  # pieces in a lane's registers, 4 fp32 each
-MAX_CTAS = 264  # two an SM
+BLOCK = 4  # units of a warp, which share the weights
+PIECES = 2  # in a lane's registers: with BLOCK units of each 8 loads are in flight
+MAX_SHARES = 8  # warps among which the pieces are divided
+MAX_CTAS = 264  # two an SM: what registers allow
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 INF = float("inf")
@@ -88,7 +89,7 @@ class Combine:
         """
         # Each of these requests begins in one part and has at least one for itself.
         most = min(out.shape[0], (metadata.shape[0] - 1) // 2)
-        ctas = min(most * out.shape[1] * (self.groups * UNITS * MAX_SHARES // WARPS), MAX_CTAS)
+        ctas = min(most * out.shape[1] * (self.groups * UNITS // BLOCK * MAX_SHARES // WARPS), MAX_CTAS)
         if ctas > 0:
             self.kernel(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse).launch(
                 grid=[ctas, 1, 1],
@@ -115,13 +116,13 @@ class Combine:
 
         @cute.struct
         class Smem:
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * UNIT], 16]  # of the shares
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * BLOCK * UNIT], 16]  # of the shares
             works: cute.struct.Align[cute.struct.MemRange[Int32, THREADS // 2 * 4], 16]  # req, first slot, pieces
             counts: cute.struct.MemRange[Int32, WARPS]  # of each warp's parts: those that own a merge
             longest: cute.struct.MemRange[Int32, WARPS]
 
         storage = cutlass.memory.SmemAllocator().allocate(Smem)
-        sums = cute.make_tensor(storage.sums.data_ptr(), cute.make_layout((4, 32, WARPS)))
+        sums = cute.make_tensor(storage.sums.data_ptr(), cute.make_layout((4, 32, BLOCK, WARPS)))
         works = cute.make_tensor(storage.works.data_ptr(), cute.make_layout((4, THREADS // 2)))
         counts = cute.make_tensor(storage.counts.data_ptr(), WARPS)
         longest = cute.make_tensor(storage.longest.data_ptr(), WARPS)
@@ -162,16 +163,18 @@ class Combine:
                     works[2, rank] = num_splits[req + 1] - num_splits[req]
                 cute.arch.sync_threads()
                 cute.arch.griddepcontrol_wait()  # the main kernel's o_partial and lse_partial -> the loads of merge()
-                # As many warps to a unit as the longest request's pieces fill with loads: it takes the longest.
-                shares = cutlass.select_(largest >= 16, Int32(4), cutlass.select_(largest >= 8, Int32(2), Int32(1)))
-                units = WARPS // shares  # a CTA does at a time
-                rounds = out.shape[1] * (self.groups * UNITS) // units  # of a request
+                # As many warps to a block as leave four of the longest request's pieces to each.
+                longest_n = largest + 1
+                shares = cutlass.select_(longest_n >= 16, Int32(4), cutlass.select_(longest_n >= 8, Int32(2), Int32(1)))
+                shares = cutlass.select_(longest_n >= 32, Int32(MAX_SHARES), shares)
+                blocks = WARPS // shares  # a CTA does at a time
+                rounds = out.shape[1] * (self.groups * UNITS // BLOCK) // blocks  # of a request: no rest, UNITS // BLOCK is 16
                 for i in cutlass.range(cta, num_works * rounds, num_ctas, unroll=1):
                     work = i // rounds
                     req, first_slot, n = works[0, work], works[1, work], works[2, work]
-                    unit = i % rounds * units + warp // shares
+                    item = i % rounds * blocks + warp // shares
                     self.merge(
-                        o_partial, lse_partial, attn_sink, out, lse, sums, lane, warp, req, first_slot, n, unit,
+                        o_partial, lse_partial, attn_sink, out, lse, sums, lane, warp, req, first_slot, n, item,
                         warp % shares, shares,
                     )  # fmt: skip
 
@@ -179,37 +182,42 @@ class Combine:
     def merge(
         self, o_partial: cute.Tensor, lse_partial: cute.Tensor, attn_sink: cute.Tensor | None, out: cute.Tensor,
         lse: cute.Tensor, sums: cute.Tensor, lane: Int32, warp: Int32, req: Int32, first_slot: Int32, n: Int32,
-        unit: Int32, share: Int32, shares: Int32,
+        item: Int32, share: Int32, shares: Int32,
     ):  # fmt: skip
-        """One unit of one request from n pieces: this warp sums up pieces share, share + shares, ..."""
-        j, half = unit % (UNITS // 2), unit // (UNITS // 2) % 2
-        group, s_idx = unit // UNITS % self.groups, unit // (UNITS * self.groups)
+        """BLOCK units of one request from n pieces: this warp sums up pieces share, share + shares, ..."""
+        first = item % (UNITS // BLOCK) * BLOCK  # unit of the group
+        group, s_idx = item // (UNITS // BLOCK) % self.groups, item // (UNITS // BLOCK * self.groups)
         g, c = lane // 4, lane % 4
-        # Offsets in 64 bits; a step leads from one piece to the next.
-        step_o = Int64(out.shape[1]) * (self.groups * UNITS * UNIT * 4)  # bytes
-        address = o_partial.iterator.toint() + (first_slot + share) * step_o + Int64(unit * UNIT + lane * 4) * 4
+        # Offsets in 64 bits and bytes; a step leads from one piece to the next.
+        step_o = Int64(out.shape[1]) * (self.groups * UNITS * UNIT * 4)
+        step_lse = Int64(out.shape[1]) * (self.h_q * 4)
+        heads = [cutlass.min(GROUP * group + g + 8 * r, self.h_q - 1) for r in (0, 1)]
+        piece_lse = [cute.domain_offset((Int64(first_slot), s_idx, head), lse_partial).iterator.toint() for head in heads]
+        address = o_partial[Int64(first_slot), s_idx, group, 0, None].iterator.toint() + (first * UNIT + lane * 4) * 4
+        address += share * step_o
         left = (n - share + shares - 1) // shares
 
-        # The first pieces are under way while the weights are computed.
-        rO = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Float32)
+        # The first pieces are under way while m and S are computed.
+        rO = cute.make_rmem_tensor((4, BLOCK, PIECES), Float32)
+        lses = cute.make_rmem_tensor((2, PIECES), Float32)
         rO.fill(0.0)
         self.load_pieces(address, shares * step_o, left, rO)
+        self.load_lses(piece_lse, step_lse, share, shares, n, lses)
 
-        # m and S of both heads, over pieces c + 4 k and then over the quad. Finite: -inf - -inf is NaN.
-        heads = [cutlass.min(GROUP * group + g + 8 * r, self.h_q - 1) for r in (0, 1)]
+        # Over pieces c + 4 k, then over the quad. Finite: -inf - -inf is NaN.
         top, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         top.fill(-1e30)
         total.fill(0.0)
-        lses = cute.make_rmem_tensor((2, LOADS_IN_FLIGHT), Float32)
-        for i in cutlass.range(0, n, 4 * LOADS_IN_FLIGHT, unroll=1):
-            self.load_lses(lse_partial, s_idx, heads, first_slot, i + c, 4, n, lses)
+        some = cute.make_rmem_tensor((2, 4), Float32)
+        for i in cutlass.range(c, n, 16, unroll=1):
+            self.load_lses(piece_lse, step_lse, i, 4, n, some)
             for r in cutlass.range_constexpr(2):
-                new = top[r]
-                for k in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    new = cute.arch.fmax(new, lses[r, k])
+                new = cute.arch.fmax(
+                    cute.arch.fmax(cute.arch.fmax(some[r, 0], some[r, 1]), cute.arch.fmax(some[r, 2], some[r, 3])), top[r]
+                )
                 total[r] = total[r] * cute.math.exp2(top[r] - new, fastmath=True)
-                for k in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    total[r] = total[r] + cute.math.exp2(lses[r, k] - new, fastmath=True)
+                for k in cutlass.range_constexpr(4):
+                    total[r] = total[r] + cute.math.exp2(some[r, k] - new, fastmath=True)
                 top[r] = new
         merged, exponent = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)  # lse and G, base 2
         for r in cutlass.range_constexpr(2):
@@ -221,55 +229,60 @@ class Combine:
             total_quad = cute.arch.warp_reduction_sum(total[r], threads_in_group=4)
             merged[r], exponent[r] = normalise(new, total_quad, sink_log2)
 
-        acc = cute.make_rmem_tensor(4, Float32)
+        acc = cute.make_rmem_tensor((4, BLOCK), Float32)
         acc.fill(0.0)
-        for i in cutlass.range(0, left, LOADS_IN_FLIGHT, unroll=1):
-            self.load_lses(lse_partial, s_idx, heads, first_slot, share + i * shares, shares, n, lses)
-            for k in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+        for i in cutlass.range(0, left, PIECES, unroll=1):
+            for k in cutlass.range_constexpr(PIECES):
                 for r in cutlass.range_constexpr(2):
                     w = cute.math.exp2(lses[r, k] - exponent[r], fastmath=True)  # 0 past the last piece
-                    for e in cutlass.range_constexpr(2):  # an empty piece may hold anything: 0 * NaN must not enter
-                        acc[2 * r + e] = acc[2 * r + e] + cutlass.select_(w != 0.0, w * rO[2 * r + e, k], Float32(0))
-            address += (LOADS_IN_FLIGHT * shares) * step_o
-            self.load_pieces(address, shares * step_o, left - (i + LOADS_IN_FLIGHT), rO)
+                    for u in cutlass.range_constexpr(BLOCK):
+                        for e in cutlass.range_constexpr(2):  # an empty piece may hold anything: 0 * NaN must not enter
+                            x = cutlass.select_(w != 0.0, rO[2 * r + e, u, k], Float32(0))
+                            acc[2 * r + e, u] = acc[2 * r + e, u] + w * x
+            address += (PIECES * shares) * step_o
+            self.load_pieces(address, shares * step_o, left - (i + PIECES), rO)
+            self.load_lses(piece_lse, step_lse, share + (i + PIECES) * shares, shares, n, lses)
 
-        if shares > 1:
-            cute.arch.sync_threads()  # the last unit's sums are read
-            cute.autovec_copy(acc, sums[None, lane, warp])
-            cute.arch.sync_threads()
-            for other in cutlass.range(1, cutlass.select_(share == 0, shares, Int32(1)), unroll=1):
+        cute.arch.sync_threads()  # the last item's sums are read
+        for u in cutlass.range_constexpr(BLOCK):
+            cute.autovec_copy(acc[None, u], sums[None, lane, u, warp])
+        cute.arch.sync_threads()
+        for u in cutlass.range(share, BLOCK, shares, unroll=1):
+            total_o = cute.make_rmem_tensor(4, Float32)
+            total_o.fill(0.0)
+            for other in cutlass.range(warp - share, warp - share + shares, unroll=1):
                 for e in cutlass.range_constexpr(4):
-                    acc[e] = acc[e] + sums[e, lane, warp + other]
-        for r in cutlass.range_constexpr(2):
-            head = GROUP * group + g + 8 * r
-            if (share == 0) & (head < self.h_q):
-                pair, bf16 = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, BFloat16)
-                pair[0], pair[1] = acc[2 * r], acc[2 * r + 1]
-                bf16.store(pair.load().to(BFloat16))
-                pairs = cute.zipped_divide(out[Int64(req), s_idx, head, None], (2,))  # ((2), 256)
-                cute.autovec_copy(bf16, pairs[None, half * (HALF // 2) + 4 * j + c])
-                if unit % UNITS + c == 0:
-                    lse[Int64(req), s_idx, head] = merged[r] * LN_2
+                    total_o[e] = total_o[e] + sums[e, lane, u, other]
+            half, j = (first + u) // (UNITS // 2), (first + u) % (UNITS // 2)
+            for r in cutlass.range_constexpr(2):
+                head = GROUP * group + g + 8 * r
+                if head < self.h_q:
+                    pair, bf16 = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, BFloat16)
+                    pair[0], pair[1] = total_o[2 * r], total_o[2 * r + 1]
+                    bf16.store(pair.load().to(BFloat16))
+                    pairs = cute.zipped_divide(out[Int64(req), s_idx, head, None], (2,))  # ((2), 256)
+                    cute.autovec_copy(bf16, pairs[None, half * (HALF // 2) + 4 * j + c])
+                    if first + u + c == 0:
+                        lse[Int64(req), s_idx, head] = merged[r] * LN_2
 
     @cute.jit
     def load_pieces(self, address: Int64, step: Int64, left: Int32, rO: cute.Tensor):
-        """rO[:, k] = 16 bytes of the k-th piece from `address`, step bytes apart, while there are any left."""
-        for k in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+        """rO[:, u, k] = 16 bytes of unit u of the k-th piece from `address`, step bytes apart, while there are any left."""
+        for k in cutlass.range_constexpr(PIECES):
             if k < left:
-                p = cute.make_ptr(Float32, address + k * step, cute.AddressSpace.gmem, assumed_align=16)
-                cute.autovec_copy(cute.make_tensor(p, cute.make_layout(4)), rO[None, k])
+                for u in cutlass.range_constexpr(BLOCK):
+                    p = cute.make_ptr(Float32, address + (k * step + u * (UNIT * 4)), cute.AddressSpace.gmem, assumed_align=16)
+                    cute.autovec_copy(cute.make_tensor(p, cute.make_layout(4)), rO[None, u, k])
 
     @cute.jit
-    def load_lses(
-        self, lse_partial: cute.Tensor, s_idx: Int32, heads: list, first_slot: Int32, i: Int32, step: Int32, n: Int32,
-        lses: cute.Tensor,
-    ):  # fmt: skip
-        """lses[r, k] = lse of piece i + k step and heads[r] in base 2, -inf past the last."""
-        for k in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+    def load_lses(self, piece_lse: list, step: Int64, i: Int32, by: Int32, n: Int32, lses: cute.Tensor):
+        """lses[r, k] = lse of piece i + k by in base 2, -inf past the last; piece_lse: addresses of the first piece's, by head."""
+        for k in cutlass.range_constexpr(lses.shape[1]):
             for r in cutlass.range_constexpr(2):
                 value = Float32(-INF)
-                if i + k * step < n:
-                    value = lse_partial[Int64(first_slot + i + k * step), s_idx, heads[r]]
+                if i + k * by < n:
+                    p = cute.make_ptr(Float32, piece_lse[r] + (i + k * by) * step, cute.AddressSpace.gmem, assumed_align=4)
+                    value = cute.make_tensor(p, cute.make_layout(1))[0]
                 lses[r, k] = value
 
 

@@ -116,6 +116,11 @@ def barrier_any(barrier_id: Int32, num_threads: int, predicate) -> Uint32:
     return inline_ptx(code, write_only_types=[Uint32], read_only_args=[Uint32(predicate), Int32(barrier_id)])
 
 
+def opaque(x: Int64) -> Int64:
+    """x, which the compiler takes for a value that only a register can give."""
+    return inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[x])
+
+
 def load_acquire_gpu(address: Int64) -> Int64:
     """64 bits of global memory: when another CTA has released them, what it wrote before is visible from here on."""
     return inline_ptx("ld.acquire.gpu.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])

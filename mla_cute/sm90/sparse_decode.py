@@ -81,6 +81,7 @@ from .helpers import (
     mul_bf16x2,
     mul_fp16x2,
     nan_if_inf,
+    opaque,
     quad_transpose,
     set_registers,
     smem_tensor,
@@ -130,7 +131,7 @@ class Config:
         v = V_SLOTS * self.tile_n * HALF * 2
         p = self.tile_n * TILE_M * 2
         raw = self.tile_n * self.raw_pitch(fmt)
-        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 64 + 8 * (5 + 8 + 8 + V_SLOTS + 3)
+        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 68 + 8 * (5 + 8 + 8 + V_SLOTS + 3)
         return q + v + p + raw + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -185,15 +186,13 @@ class Part(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one partition does for one request: key blocks first..last-1, and where the result goes."""
+    """What one partition does for one request: key blocks first..last-1."""
 
     first_block: Int32
     last_block: Int32
     length: Int32  # selected tokens of the request in the main cache
     extra_length: Int32  # and in the extra cache, whose blocks begin behind those
     num_main_blocks: Int32
-    is_split: Boolean
-    slot: Int32
 
 
 class Params(NamedTuple):
@@ -237,6 +236,7 @@ class Shared(NamedTuple):
     alpha: cute.Pointer  # [64] fp32: by head, the factor of O before this block
     factor: cute.Pointer  # [64] fp32: by head, the factor of O behind the last block
     record: cute.Pointer  # [8] int32: the partition's record of the plan
+    last_pieces: cute.Pointer  # int32: of the partition's last request
     owes: cute.Pointer  # [2] int32 by math warpgroup: a merge of the part's first request is left
     top: cute.Pointer  # [4, 64] fp32: m by head, a copy for each convert warp
     is_raised: cute.Pointer  # uint32: alpha holds something
@@ -341,6 +341,7 @@ class SparseDecode:
             p_empty: cute.struct.MemRange[Int64, 1]
             valid: cute.struct.MemRange[Uint32, 4]
             record: cute.struct.MemRange[Int32, 8]
+            last_pieces: cute.struct.MemRange[Int32, 1]
             owes: cute.struct.MemRange[Int32, 2]
 
         self.Smem = Smem
@@ -396,7 +397,7 @@ class SparseDecode:
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0, 2])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
             storage.raw.data_ptr(), storage.valid.data_ptr(), storage.alpha.data_ptr(), storage.factor.data_ptr(),
-            storage.record.data_ptr(), storage.owes.data_ptr(), storage.top.data_ptr(), storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
+            storage.record.data_ptr(), storage.last_pieces.data_ptr(), storage.owes.data_ptr(), storage.top.data_ptr(), storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
         )  # fmt: skip
 
         if warp_idx == 0:
@@ -419,14 +420,14 @@ class SparseDecode:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
+        # When every CTA has come here, combine's are set up wherever there is room; they wait for the whole grid before they read.
+        cute.arch.griddepcontrol_launch_dependents()
         if wg < 2:
             set_registers(self.config.registers[0])
             self.math(params, s_idx, head_tile, tid % WARPGROUP, wg, mma_pv, shared)
         else:
             set_registers(self.config.registers[1])
             self.convert(params, s_idx, head_tile, tid % WARPGROUP, mma_qk, mma_rope, tma_q, tma_mQ, shared)
-        # Lets combine's CTAs be set up while the last ones here still run; it waits for the whole grid before it reads.
-        cute.arch.griddepcontrol_launch_dependents()
 
     # ---- the plan: the only place that turns plan and lengths into block ranges ----
 
@@ -449,17 +450,20 @@ class SparseDecode:
             if const_expr(params.extra_topk_length is not None):
                 extra_length = cutlass.max(cutlass.min(params.extra_topk_length[req], extra_length), 0)
             num_blocks += (extra_length + self.tile_n - 1) // self.tile_n
-        record = part.record
-        begin_block, end_block, partial_slot = record[2], record[3], record[7]
-        begin_is_split, end_is_split = record[5] != 0, record[6] != 0
+        begin_block, end_block = part.record[2], part.record[3]
         is_begin, is_end = req == part.begin_req, req == part.end_req
         first = cutlass.select_(is_begin, begin_block, Int32(0))
         # At least one block, though the plan may be older than the lengths: all roles and barriers count on it.
         last = cutlass.max(cutlass.select_(is_end, end_block, num_blocks), first + 1)
+        return Work(first, last, length, extra_length, num_main_blocks)
+
+    def split_of(self, part: Part, req: Int32):
+        """Is the request split; the slot of this partition's piece."""
+        begin_is_split, end_is_split = part.record[5] != 0, part.record[6] != 0
+        is_begin, is_end = req == part.begin_req, req == part.end_req
         is_split = (is_begin & begin_is_split) | (is_end & end_is_split)
         # A part that begins and ends in two different split requests writes two pieces, the second behind the first.
-        slot = partial_slot + cutlass.select_((~is_begin) & begin_is_split, Int32(1), Int32(0))
-        return Work(first, last, length, extra_length, num_main_blocks, is_split, slot)
+        return is_split, part.record[7] + cutlass.select_((~is_begin) & begin_is_split, Int32(1), Int32(0))
 
     @cute.jit
     def next_block(self, params: Params, part: Part, req: Int32, block: Int32, last: Int32):
@@ -503,6 +507,9 @@ class SparseDecode:
             params, shared, part, s_idx, w, half, lane, Int32(0), req, block, last, index, is_extra, Uint32(0)
         )
         if part.begin_req <= part.end_req:
+            if (half == 0) & (t == 0):  # now, because memory is slow
+                splits = params.num_splits
+                cute.make_tensor(shared.last_pieces, 1)[0] = splits[part.end_req + 1] - splits[part.end_req]
             self.convert_q(shared, Int32(0), WARPGROUP * (1 + half) + t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
         for i in cutlass.range(1, 2 + half, unroll=1):
             req, block, last, index, is_extra, zeros = self.fill(
@@ -1145,7 +1152,7 @@ class SparseDecode:
         Nothing attended: factor 0, lse +inf (a piece: -inf). The sink counts once: here for a whole request, in combine
         for a split one.
         """
-        work = self.work_range(params, part, req)  # again, rather than held in registers through the loop
+        is_split, slot = self.split_of(part, req)
         factor = cute.make_rmem_tensor(2, Float32)
         for e in cutlass.range_constexpr(2):
             head = head_tile * TILE_M + 2 * lane + e
@@ -1155,13 +1162,13 @@ class SparseDecode:
             if const_expr(params.attn_sink is not None):
                 sink_log2 = params.attn_sink[cutlass.min(head, self.h_q - 1)] * LOG2_E
                 sink = cute.math.exp2(sink_log2 - row_max[e], fastmath=True)
-                denominator += cutlass.select_(work.is_split, Float32(0), sink)
+                denominator += cutlass.select_(is_split, Float32(0), sink)
             is_empty = total[e] == 0.0
             factor[e] = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
             if head < self.h_q:
-                if work.is_split:
+                if is_split:
                     piece_lse = cutlass.select_(is_empty, Float32(-INF), lse_log2)
-                    params.lse_partial[Int64(work.slot), s_idx, head] = piece_lse
+                    params.lse_partial[Int64(slot), s_idx, head] = piece_lse
                 else:
                     params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse_log2 * LN_2)
         self.store_pair(Int32(shared.factor.toint()), lane, factor)
@@ -1209,12 +1216,12 @@ class SparseDecode:
     ):  # fmt: skip
         """The same of the last request, whose O need not leave the registers if the other one of two pieces is ready; then
         the merge that `hand_in` has left."""
-        work = self.work_range(params, part, part.end_req)
-        if work.is_split:
-            is_pair = params.num_splits[part.end_req + 1] - params.num_splits[part.end_req] == 2
+        is_split, slot = self.split_of(part, part.end_req)
+        if is_split:
+            is_pair = cute.make_tensor(shared.last_pieces, 1)[0] == 2
             # Pieces stand in split order; only the part's first request can have some before it.
             piece = cutlass.select_(part.end_req == part.begin_req, part.record[4], Int32(0))
-            flag = self.flag(params, work.slot - piece, s_idx, head_tile, half)
+            flag = self.flag(params, slot - piece, s_idx, head_tile, half)
             is_second = Uint32(0)
             if is_pair:
                 found = Int64(0)  # which no nonce is
@@ -1222,7 +1229,7 @@ class SparseDecode:
                     found = load_acquire_gpu(flag)
                 is_second = barrier_any(NamedBarriers.MERGE + half, WARPGROUP, found == params.nonce)
             if is_second == 0:
-                self.store_piece(params, work.slot, s_idx, head_tile, t, half, accO)
+                self.store_piece(params, slot, s_idx, head_tile, t, half, accO)
                 if is_pair:
                     cute.arch.barrier(barrier_id=NamedBarriers.MERGE + half, number_of_threads=WARPGROUP)
                     found = Int64(0)
@@ -1232,8 +1239,8 @@ class SparseDecode:
             if is_second != 0:
                 if t == 0:
                     store_relaxed_gpu(flag, Int64(0))  # a replay of a CUDA graph has the same nonce
-                other = work.slot + 1 - 2 * piece
-                self.merge_pair(params, shared, work.slot, other, part.end_req, s_idx, head_tile, t, half, accO)
+                other = slot + 1 - 2 * piece
+                self.merge_pair(params, shared, slot, other, part.end_req, s_idx, head_tile, t, half, accO)
         else:
             self.store_o(params, part.end_req, s_idx, head_tile, t, half, accO)
 
@@ -1360,7 +1367,7 @@ class SparseDecode:
         for r in cutlass.range_constexpr(2):
             head = head_tile * TILE_M + fragment_row(t) + 8 * r
             row = params.out[Int64(req), s_idx, cutlass.min(head, self.h_q - 1), None].iterator
-            address = row.toint() + (1 - half) * (HALF * 2) + pc * 16
+            address = opaque(row.toint() + (1 - half) * (HALF * 2) + pc * 16)  # or it is computed for every store again
             for group in cutlass.range_constexpr(len(values) // 4):
                 pairs = []
                 for j in (0, 1, 2, 3):
