@@ -127,10 +127,6 @@ class Combine:
         counts = cute.make_tensor(storage.counts.data_ptr(), WARPS)
         longest = cute.make_tensor(storage.longest.data_ptr(), WARPS)
 
-        if cta == 0:
-            # Even when nothing is split, this grid must not end before the main kernel does, or the kernel behind it
-            # could start early: one CTA always waits.
-            cute.arch.griddepcontrol_wait()
         num_parts = metadata.shape[0]
         for first in cutlass.range(0, num_parts, THREADS, unroll=1):  # once, but for plans larger than any GPU's
             # The plan is older than the main kernel: it may be read while that one still runs. A part that holds split 1 of
@@ -177,6 +173,10 @@ class Combine:
                         o_partial, lse_partial, attn_sink, out, lse, sums, lane, warp, req, first_slot, n, item,
                         warp % shares, shares,
                     )  # fmt: skip
+        if cta == 0:
+            # Even when nothing is split, this grid must not end before the main kernel does, or the kernel behind it
+            # could start early: one CTA always waits.
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def merge(
