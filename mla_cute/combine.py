@@ -158,17 +158,21 @@ class Combine:
                     works[1, rank] = metadata[part, 7] - 1  # field 7 is the slot of split 1; the pieces stand in split order
                     works[2, rank] = num_splits[req + 1] - num_splits[req]
                 cute.arch.sync_threads()
-                cute.arch.griddepcontrol_wait()  # the main kernel's o_partial and lse_partial -> the loads of merge()
                 # As many warps to a block as leave four of the longest request's pieces to each.
                 longest_n = largest + 1
                 shares = cutlass.select_(longest_n >= 16, Int32(4), cutlass.select_(longest_n >= 8, Int32(2), Int32(1)))
                 shares = cutlass.select_(longest_n >= 32, Int32(MAX_SHARES), shares)
                 blocks = WARPS // shares  # a CTA does at a time
                 rounds = out.shape[1] * (self.groups * UNITS // BLOCK) // blocks  # of a request: no rest, UNITS // BLOCK is 16
-                for i in cutlass.range(cta, num_works * rounds, num_ctas, unroll=1):
-                    work = i // rounds
+                # Before the first item one of no pieces: while the main kernel runs it brings the code into the caches.
+                for i in cutlass.range(cta - num_ctas, num_works * rounds, num_ctas, unroll=1):
+                    work = cutlass.max(i, 0) // rounds
                     req, first_slot, n = works[0, work], works[1, work], works[2, work]
-                    item = i % rounds * blocks + warp // shares
+                    if i < 0:
+                        n = Int32(0)
+                    else:
+                        cute.arch.griddepcontrol_wait()  # the main kernel's o_partial and lse_partial -> the loads of merge()
+                    item = cutlass.max(i, 0) % rounds * blocks + warp // shares
                     self.merge(
                         o_partial, lse_partial, attn_sink, out, lse, sums, lane, warp, req, first_slot, n, item,
                         warp % shares, shares,
@@ -184,7 +188,7 @@ class Combine:
         lse: cute.Tensor, sums: cute.Tensor, lane: Int32, warp: Int32, req: Int32, first_slot: Int32, n: Int32,
         item: Int32, share: Int32, shares: Int32,
     ):  # fmt: skip
-        """BLOCK units of one request from n pieces: this warp sums up pieces share, share + shares, ..."""
+        """BLOCK units of one request from n pieces: this warp sums up pieces share, share + shares, ... Of 0 it stores nothing."""
         first = item % (UNITS // BLOCK) * BLOCK  # unit of the group
         group, s_idx = item // (UNITS // BLOCK) % self.groups, item // (UNITS // BLOCK * self.groups)
         g, c = lane // 4, lane % 4
@@ -209,7 +213,7 @@ class Combine:
         top.fill(-1e30)
         total.fill(0.0)
         some = cute.make_rmem_tensor((2, 4), Float32)
-        for i in cutlass.range(c, n, 16, unroll=1):
+        for i in cutlass.range(c, cutlass.max(n, 4), 16, unroll=1):
             self.load_lses(piece_lse, step_lse, i, 4, n, some)
             for r in cutlass.range_constexpr(2):
                 new = cute.arch.fmax(
@@ -229,9 +233,10 @@ class Combine:
             total_quad = cute.arch.warp_reduction_sum(total[r], threads_in_group=4)
             merged[r], exponent[r] = normalise(new, total_quad, sink_log2)
 
+        num_heads = cutlass.select_(n > 0, Int32(self.h_q), Int32(0))
         acc = cute.make_rmem_tensor((4, BLOCK), Float32)
         acc.fill(0.0)
-        for i in cutlass.range(0, left, PIECES, unroll=1):
+        for i in cutlass.range(0, cutlass.max(left, 1), PIECES, unroll=1):
             for k in cutlass.range_constexpr(PIECES):
                 for r in cutlass.range_constexpr(2):
                     w = cute.math.exp2(lses[r, k] - exponent[r], fastmath=True)  # 0 past the last piece
@@ -256,7 +261,7 @@ class Combine:
             half, j = (first + u) // (UNITS // 2), (first + u) % (UNITS // 2)
             for r in cutlass.range_constexpr(2):
                 head = GROUP * group + g + 8 * r
-                if head < self.h_q:
+                if head < num_heads:
                     pair, bf16 = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, BFloat16)
                     pair[0], pair[1] = total_o[2 * r], total_o[2 * r + 1]
                     bf16.store(pair.load().to(BFloat16))

@@ -90,7 +90,7 @@ from .helpers import (
     add_product,
 )
 
-MERGE_ROUNDS = (1, 2, 3, 2)  # of 8 groups of columns of the other piece: what registers allow
+MERGE_ROUNDS = (1, 2, 2, 3)  # of 8 groups of columns of the other piece: what registers allow
 INF = float("inf")
 FORMATS = {fmt.name: fmt for fmt in (V32, MODEL1)}
 TILE_M = 64  # heads of a CTA: the M of a WGMMA
@@ -170,7 +170,7 @@ class NamedBarriers(enum.IntEnum):
     """Hardware barriers (0 is sync_threads)."""
 
     CONVERT = 1  # the 128 threads of convert among themselves
-    FIRST_Q = 2  # all threads: the first request's Q is converted
+    Q = 2  # all threads: Q is converted
     MERGE = 3  # and 4: the 128 threads of a math warpgroup among themselves
 
 
@@ -510,14 +510,16 @@ class SparseDecode:
             if (half == 0) & (t == 0):  # now, because memory is slow
                 splits = params.num_splits
                 cute.make_tensor(shared.last_pieces, 1)[0] = splits[part.end_req + 1] - splits[part.end_req]
-            self.convert_q(shared, Int32(0), WARPGROUP * (1 + half) + t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
-        for i in cutlass.range(1, 2 + half, unroll=1):
-            req, block, last, index, is_extra, zeros = self.fill(
-                params, shared, part, s_idx, w, half, lane, i, req, block, last, index, is_extra, zeros
-            )
 
         n, slot = Int32(0), half  # blocks done; the slot of this half of V
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
+            self.convert_q(shared, (r - part.begin_req) & 1, WARPGROUP * (1 + half) + t)
+            # What the end of the last request has left, for now convert can go on; before the first one all that is ahead.
+            left = cutlass.select_(r == part.begin_req, 1 + half, Int32(1))
+            for i in cutlass.range(n + 2 + half - left, n + 2 + half, unroll=1):
+                req, block, last, index, is_extra, zeros = self.fill(
+                    params, shared, part, s_idx, w, half, lane, i, req, block, last, index, is_extra, zeros
+                )
             work = self.work_range(params, part, r)
             first_block, last_block = work.first_block, work.last_block
             accO.fill(0.0)
@@ -543,9 +545,9 @@ class SparseDecode:
                         self.hand_in(params, shared, part, r, s_idx, head_tile, t, half, accO)
                 else:
                     self.release(shared.p_empty)
-                req, block, last, index, is_extra, zeros = self.fill(
-                    params, shared, part, s_idx, w, half, lane, n + 2 + half, req, block, last, index, is_extra, zeros
-                )
+                    req, block, last, index, is_extra, zeros = self.fill(
+                        params, shared, part, s_idx, w, half, lane, n + 2 + half, req, block, last, index, is_extra, zeros
+                    )
                 n += 1
                 slot += 2
                 slot = cutlass.select_(slot >= V_SLOTS, slot - V_SLOTS, slot)
@@ -693,15 +695,13 @@ class SparseDecode:
             # Finite: -inf - -inf is NaN.
             self.store_pair(top_warp, lane, (Float32(-1e30), Float32(-1e30)))
             q_phase = (req - part.begin_req) & 1
-            if req == part.begin_req:  # with the help of math, which has nothing to do yet
-                self.convert_q(shared, q_phase, t, 3 * WARPGROUP, NamedBarriers.FIRST_Q)
+            self.convert_q(shared, q_phase, t)
+            if req == part.begin_req:
                 cute.arch.mbarrier_wait(shared.raw_full + w, 0)
                 loaded = self.load_ahead(shared, ahead, w, lane)
                 if const_expr(self.num_tiles == self.v_tiles):
                     self.cover_rope(ahead)
                 self.release_raw(shared.raw_empty + w, lane, loaded, zero)
-            else:
-                self.convert_q(shared, q_phase, t, WARPGROUP, NamedBarriers.CONVERT)
             row_sum.fill(0.0)
             for block in cutlass.range(first_block, last_block, unroll=1):
                 if (block + 1 == last_block) & (req < part.end_req):
@@ -1092,12 +1092,10 @@ class SparseDecode:
                 cute.prefetch(tma_q, tQgQ)
 
     @cute.jit
-    def convert_q(
-        self, shared: Shared, phase: Int32, t: Int32, num_threads: cutlass.Constexpr, barrier: cutlass.Constexpr
-    ):  # fmt: skip
+    def convert_q(self, shared: Shared, phase: Int32, t: Int32):
         """Q / Q_SCALE in fp16 (V32's rope stays bf16), columns in the order of K's in its registers: a thread does whole rows
         of a tile, in place, as the tiles arrive."""
-        row, swizzle, group, groups = t % TILE_M, t & 7, t // TILE_M, num_threads // TILE_M
+        row, swizzle, group, groups = t % TILE_M, t & 7, t // TILE_M, 3 * WARPGROUP // TILE_M
         base = Int32(shared.sQ.iterator.toint()) + row * 128
         nope_tiles = self.fmt.d_nope // SW128_COLUMNS
         rounds = nope_tiles // groups
@@ -1117,7 +1115,7 @@ class SparseDecode:
         elif group == rest:
             self.store_q(tiles[rounds], swizzle, load_row(tiles[rounds], swizzle), True)
         cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=num_threads)
+        cute.arch.barrier(barrier_id=NamedBarriers.Q, number_of_threads=3 * WARPGROUP)
 
     def wait_q(self, shared: Shared, phase: Int32, first: int, last: int):
         """Column tiles first..last-1 of Q have arrived; those before have been waited for."""
