@@ -5,7 +5,7 @@ lse_partial. With m the largest lse_partial of a row, S = sum 2^(lse_i - m) and 
 
     lse = G ln 2                             the sink never enters it
     G  := log2(2^G + 2^(sink log2 e))        the sink counts once, here; without anything attended G = sink log2 e
-    out = sum of 2^(lse_i - G) o_i           in an order that the plan alone decides: the same bits every time
+    out = sum of 2^(lse_i - G) o_i           in an order that plan and shape alone decide: the same bits every time
 
 Two pieces the main kernel merges itself, in whichever part ends last; for three or more that would be a chain.
 
@@ -15,8 +15,8 @@ column 8 j + 2 c + e. So every access is 16 bytes a lane and 512 contiguous byte
 
 The maths, and the programmatic dependent launch behind the main kernel, are FlashMLA's combine. Three things differ. The plan
 numbers the pieces itself (record fields 4 and 7), so the work is found from the parts, not from all b requests. The grid is at
-most two CTAs an SM, which share all units: CTAs without work would cost more than the work. And of many pieces several warps
-take a share each and keep 8 loads a lane in flight, because their latency sets the pace.
+most two CTAs an SM, which share all units: CTAs without work would cost more than the work. And a warp does four units with the
+same weights and keeps 8 loads a lane in flight; of many pieces several warps take a share each: latency sets the pace.
 """
 
 import math
@@ -81,6 +81,7 @@ class Combine:
         attn_sink: cute.Tensor | None,  # [h_q] fp32, natural-log units
         out: cute.Tensor,  # [b, s_q, h_q, d_v] bf16, last dim contiguous, rows 16-byte aligned
         lse: cute.Tensor,  # [b, s_q, h_q] fp32, natural log
+        max_splits: Int32,  # the most pieces that a request may be in
         stream,
     ):
         """Writes out and lse of the requests in three pieces or more; the others are left as the main kernel wrote them.
@@ -89,9 +90,16 @@ class Combine:
         """
         # Each of these requests begins in one part and has at least one for itself.
         most = min(out.shape[0], (metadata.shape[0] - 1) // 2)
-        ctas = min(most * out.shape[1] * (self.groups * UNITS // BLOCK * MAX_SHARES // WARPS), MAX_CTAS)
-        if ctas > 0:
-            self.kernel(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse).launch(
+        shares = Int32(1)
+        if max_splits >= 32:
+            shares = Int32(MAX_SHARES)
+        elif max_splits >= 16:
+            shares = Int32(4)
+        elif max_splits >= 8:
+            shares = Int32(2)
+        ctas = min(most * out.shape[1] * (self.groups * UNITS // BLOCK) * shares // WARPS, MAX_CTAS)
+        if (max_splits > 2) & (ctas > 0):
+            self.kernel(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse, shares).launch(
                 grid=[ctas, 1, 1],
                 block=[THREADS, 1, 1],
                 use_pdl=True,
@@ -108,6 +116,7 @@ class Combine:
         attn_sink: cute.Tensor | None,
         out: cute.Tensor,
         lse: cute.Tensor,
+        shares: Int32,  # warps to a block, so that each has about four pieces
     ):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -119,18 +128,16 @@ class Combine:
             sums: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * BLOCK * UNIT], 16]  # of the shares
             works: cute.struct.Align[cute.struct.MemRange[Int32, THREADS // 2 * 4], 16]  # req, first slot, pieces
             counts: cute.struct.MemRange[Int32, WARPS]  # of each warp's parts: those that own a merge
-            longest: cute.struct.MemRange[Int32, WARPS]
 
         storage = cutlass.memory.SmemAllocator().allocate(Smem)
         sums = cute.make_tensor(storage.sums.data_ptr(), cute.make_layout((4, 32, BLOCK, WARPS)))
         works = cute.make_tensor(storage.works.data_ptr(), cute.make_layout((4, THREADS // 2)))
         counts = cute.make_tensor(storage.counts.data_ptr(), WARPS)
-        longest = cute.make_tensor(storage.longest.data_ptr(), WARPS)
 
         num_parts = metadata.shape[0]
         for first in cutlass.range(0, num_parts, THREADS, unroll=1):  # once, but for plans larger than any GPU's
             # The plan is older than the main kernel: it may be read while that one still runs. A part that holds split 1 of
-            # a request, and has split 2 behind it, owns the merge. Of n pieces the last one has begin_split n - 1.
+            # a request, and has split 2 behind it, owns the merge.
             part = first + tid
             split, next_split = Int32(0), Int32(0)
             if part < num_parts:
@@ -139,18 +146,15 @@ class Combine:
                 next_split = metadata[part + 1, 4]
             is_owner = (split == 1) & (next_split == 2)
             owners = cute.arch.vote_ballot_sync(is_owner)
-            largest = cute.arch.warp_reduction_max(split)
             if first > 0:
                 cute.arch.sync_threads()  # the last round's are read
             if lane == 0:
                 counts[warp] = cute.arch.popc(owners)
-                longest[warp] = largest
             cute.arch.sync_threads()
             num_works, rank = Int32(0), cute.arch.popc(owners & ((1 << lane) - 1))
             for w in cutlass.range_constexpr(WARPS):
                 rank += cutlass.select_(w < warp, counts[w], Int32(0))
                 num_works += counts[w]
-                largest = cutlass.max(largest, longest[w])
             if num_works > 0:
                 if is_owner:
                     req = metadata[part, 0]
@@ -158,21 +162,13 @@ class Combine:
                     works[1, rank] = metadata[part, 7] - 1  # field 7 is the slot of split 1; the pieces stand in split order
                     works[2, rank] = num_splits[req + 1] - num_splits[req]
                 cute.arch.sync_threads()
-                # As many warps to a block as leave four of the longest request's pieces to each.
-                longest_n = largest + 1
-                shares = cutlass.select_(longest_n >= 16, Int32(4), cutlass.select_(longest_n >= 8, Int32(2), Int32(1)))
-                shares = cutlass.select_(longest_n >= 32, Int32(MAX_SHARES), shares)
+                cute.arch.griddepcontrol_wait()  # the main kernel's o_partial and lse_partial -> the loads of merge()
                 blocks = WARPS // shares  # a CTA does at a time
                 rounds = out.shape[1] * (self.groups * UNITS // BLOCK) // blocks  # of a request: no rest, UNITS // BLOCK is 16
-                # Before the first item one of no pieces: while the main kernel runs it brings the code into the caches.
-                for i in cutlass.range(cta - num_ctas, num_works * rounds, num_ctas, unroll=1):
-                    work = cutlass.max(i, 0) // rounds
+                for i in cutlass.range(cta, num_works * rounds, num_ctas, unroll=1):
+                    work = i // rounds
                     req, first_slot, n = works[0, work], works[1, work], works[2, work]
-                    if i < 0:
-                        n = Int32(0)
-                    else:
-                        cute.arch.griddepcontrol_wait()  # the main kernel's o_partial and lse_partial -> the loads of merge()
-                    item = cutlass.max(i, 0) % rounds * blocks + warp // shares
+                    item = i % rounds * blocks + warp // shares
                     self.merge(
                         o_partial, lse_partial, attn_sink, out, lse, sums, lane, warp, req, first_slot, n, item,
                         warp % shares, shares,
@@ -188,7 +184,7 @@ class Combine:
         lse: cute.Tensor, sums: cute.Tensor, lane: Int32, warp: Int32, req: Int32, first_slot: Int32, n: Int32,
         item: Int32, share: Int32, shares: Int32,
     ):  # fmt: skip
-        """BLOCK units of one request from n pieces: this warp sums up pieces share, share + shares, ... Of 0 it stores nothing."""
+        """BLOCK units of one request from n pieces: this warp sums up pieces share, share + shares, ..."""
         first = item % (UNITS // BLOCK) * BLOCK  # unit of the group
         group, s_idx = item // (UNITS // BLOCK) % self.groups, item // (UNITS // BLOCK * self.groups)
         g, c = lane // 4, lane % 4
@@ -213,7 +209,7 @@ class Combine:
         top.fill(-1e30)
         total.fill(0.0)
         some = cute.make_rmem_tensor((2, 4), Float32)
-        for i in cutlass.range(c, cutlass.max(n, 4), 16, unroll=1):
+        for i in cutlass.range(c, n, 16, unroll=1):
             self.load_lses(piece_lse, step_lse, i, 4, n, some)
             for r in cutlass.range_constexpr(2):
                 new = cute.arch.fmax(
@@ -233,10 +229,9 @@ class Combine:
             total_quad = cute.arch.warp_reduction_sum(total[r], threads_in_group=4)
             merged[r], exponent[r] = normalise(new, total_quad, sink_log2)
 
-        num_heads = cutlass.select_(n > 0, Int32(self.h_q), Int32(0))
         acc = cute.make_rmem_tensor((4, BLOCK), Float32)
         acc.fill(0.0)
-        for i in cutlass.range(0, cutlass.max(left, 1), PIECES, unroll=1):
+        for i in cutlass.range(0, left, PIECES, unroll=1):
             for k in cutlass.range_constexpr(PIECES):
                 for r in cutlass.range_constexpr(2):
                     w = cute.math.exp2(lses[r, k] - exponent[r], fastmath=True)  # 0 past the last piece
@@ -261,7 +256,7 @@ class Combine:
             half, j = (first + u) // (UNITS // 2), (first + u) % (UNITS // 2)
             for r in cutlass.range_constexpr(2):
                 head = GROUP * group + g + 8 * r
-                if head < num_heads:
+                if head < self.h_q:
                     pair, bf16 = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, BFloat16)
                     pair[0], pair[1] = total_o[2 * r], total_o[2 * r + 1]
                     bf16.store(pair.load().to(BFloat16))
@@ -306,17 +301,18 @@ class CombineOnly:
         attn_sink: cute.Tensor | None,
         out: cute.Tensor,
         lse: cute.Tensor,
+        max_splits: Int32,
         stream,
     ):
         pieces = partials(scratch.iterator, 2 * metadata.shape[0], out.shape[1], self.problem.h_q)
-        Combine(self.problem).launch(metadata, num_splits, *pieces, attn_sink, out, lse, stream)
+        Combine(self.problem).launch(metadata, num_splits, *pieces, attn_sink, out, lse, max_splits, stream)
 
 
 Combine.kernel.set_name_prefix("mla_combine", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 def compile(problem: Problem, config: None, arch: str):
-    """The combine alone; takes (metadata, num_splits, scratch, attn_sink, out, lse): scratch as the main kernel's, without
+    """The combine alone; takes (metadata, num_splits, scratch, attn_sink, out, lse, max_splits): scratch as the main kernel's, without
     flags, and the others as in `launch`."""
     sym, sym64 = cute.sym_int, cute.sym_int64
     b, s_q, h_q, d_v = sym(), sym(), problem.h_q, problem.d_v
@@ -328,6 +324,7 @@ def compile(problem: Problem, config: None, arch: str):
         jit.fake_tensor(Float32, (h_q,), align=4) if problem.has_attn_sink else None,
         jit.fake_tensor(BFloat16, (b, s_q, h_q, d_v), stride=(*(sym64(divisibility=8) for _ in range(3)), 1), align=16),
         jit.fake_tensor(Float32, (b, s_q, h_q), stride=tuple(sym64() for _ in range(3)), align=4),
+        Int32(0),
         jit.fake_stream(),
         arch=arch,
         name="combine",

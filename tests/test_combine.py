@@ -126,7 +126,7 @@ def run(t: Partials, device, *, strided=False, load=None):
     h_q = out.shape[2]
     arch = "sm_90a" if load else jit.arch_of(device)
     kernel = (load or jit.load)(combine, Problem(h_q=h_q, has_attn_sink=t.attn_sink is not None), None, arch)
-    kernel(*(x[name] for name in ("metadata", "num_splits", "scratch", "attn_sink")), out, lse)
+    kernel(*(x[name] for name in ("metadata", "num_splits", "scratch", "attn_sink")), out, lse, int(x["num_splits"].diff().max()))
     return out, lse
 
 
@@ -219,5 +219,5 @@ def test_partials_written_right_before(device):
     for _ in range(20):
         scratch.fill_(1e4)
         scratch.copy_(x["scratch"])
-        kernel(x["metadata"], x["num_splits"], scratch, x["attn_sink"], out, lse)
+        kernel(x["metadata"], x["num_splits"], scratch, x["attn_sink"], out, lse, int(x["num_splits"].diff().max()))
         check(out, lse, t)

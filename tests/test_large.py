@@ -617,7 +617,7 @@ def test_large_combine(room):
         for slot, piece in enumerate(o_partial):  # slot by slot: there is no room for a second copy of all
             scratch[slot * piece.numel() :][: piece.numel()] = fragment_order(piece[None]).flatten()
         scratch[o_partial.numel() :] = lse_partial.flatten()
-        kernel(metadata, num_splits, scratch, *rest)
+        kernel(metadata, num_splits, scratch, *rest, int(num_splits.diff().max()))
 
     assert combine_in_slices(100, 40, 300, 224, 128, "cuda", in_fragment_order) > 2**32
 

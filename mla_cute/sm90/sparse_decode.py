@@ -364,8 +364,7 @@ class SparseDecode:
             min_blocks_per_mp=1,  # without it ptxas drops setmaxnreg
             stream=stream,
         )
-        if max_splits > 2:
-            Combine(self.problem).launch(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse, stream)
+        Combine(self.problem).launch(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse, max_splits, stream)
 
     @cute.kernel
     def kernel(
