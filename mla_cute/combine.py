@@ -9,13 +9,16 @@ lse_partial. With m the largest lse_partial of a row, S = sum 2^(lse_i - m) and 
 
 Two pieces the main kernel merges itself, in whichever part ends last; for three or more that would be a chain.
 
-O is kept in *fragment order*, as the warps of the main kernel hold it in accumulators: o_partial [slots, s_q, groups of 16
-heads, 2 halves of 256 columns, 32, 32 lanes, 4], where element e + 2 r of lane 4 g + c of the j-th 512 bytes is head g + 8 r,
-column 8 j + 2 c + e. So every access is 16 bytes a lane and 512 contiguous bytes a warp; those are the unit of work.
+O is kept in *fragment order*, as the warps of the main kernel hold it in accumulators: lane 4 g + c has of the j-th 8 columns
+heads g + 8 r and columns 2 c + e (r, e = 0, 1). o_partial [slots, s_q, groups of 16 heads, 2 halves of 256 columns, 16 KiB]
+holds of one of two pieces fp32 [32 (j), 32 lanes, 2 (r), 2 (e)]. Of three pieces or more it holds fp16, because writing and
+reading them back is what takes the time: [16, 32 lanes, 2 (j % 2), 2 (r), 2 (e)] and behind that, at 8 KiB, [16] fp32: a power
+of two for each head, so that its largest value stands at 2^14 and more (an error of 2^-12 beside out's 2^-9). So every access
+is 16 bytes a lane and 512 contiguous bytes a warp; those are the unit of work.
 
 The maths, and the programmatic dependent launch behind the main kernel, are FlashMLA's combine. Three things differ. The plan
 numbers the pieces itself (record fields 4 and 7), so the work is found from the parts, not from all b requests. The grid is at
-most two CTAs an SM, which share all units: CTAs without work would cost more than the work. And a warp does four units with the
+most two CTAs an SM, which share all units: CTAs without work would cost more than the work. And a warp does two units with the
 same weights and keeps 8 loads a lane in flight; of many pieces several warps take a share each: latency sets the pace.
 """
 
@@ -23,19 +26,19 @@ import math
 
 import cutlass
 import cutlass.memory
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, const_expr, cute
 
 from . import jit
 from .validate import Problem
 
 GROUP = 16  # heads of a warp's accumulator
 HALF = 256  # and its columns
-UNITS = 2 * HALF // 8  # of 512 bytes, in the 512 columns of a group
-UNIT = 128  # fp32
+UNITS = 2 * HALF // 16  # of 512 bytes, in the 512 columns of a group
+SCALES = 8192  # bytes from the beginning of half a group to its heads' powers of two
 WARPS = 8
 THREADS = 32 * WARPS
-BLOCK = 4  # units of a warp, which share the weights
-PIECES = 2  # in a lane's registers: with BLOCK units of each 8 loads are in flight
+BLOCK = 2  # units of a warp, which share the weights
+PIECES = 4  # in a lane's registers: with BLOCK units of each 8 loads are in flight
 MAX_SHARES = 8  # warps among which the pieces are divided
 MAX_CTAS = 264  # two an SM: what registers allow
 LOG2_E = math.log2(math.e)
@@ -125,12 +128,12 @@ class Combine:
 
         @cute.struct
         class Smem:
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * BLOCK * UNIT], 16]  # of the shares
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * BLOCK * 256], 16]  # of the shares
             works: cute.struct.Align[cute.struct.MemRange[Int32, THREADS // 2 * 4], 16]  # req, first slot, pieces
             counts: cute.struct.MemRange[Int32, WARPS]  # of each warp's parts: those that own a merge
 
         storage = cutlass.memory.SmemAllocator().allocate(Smem)
-        sums = cute.make_tensor(storage.sums.data_ptr(), cute.make_layout((4, 32, BLOCK, WARPS)))
+        sums = cute.make_tensor(storage.sums.data_ptr(), cute.make_layout((8, 32, BLOCK, WARPS)))
         works = cute.make_tensor(storage.works.data_ptr(), cute.make_layout((4, THREADS // 2)))
         counts = cute.make_tensor(storage.counts.data_ptr(), WARPS)
 
@@ -189,20 +192,23 @@ class Combine:
         group, s_idx = item // (UNITS // BLOCK) % self.groups, item // (UNITS // BLOCK * self.groups)
         g, c = lane // 4, lane % 4
         # Offsets in 64 bits and bytes; a step leads from one piece to the next.
-        step_o = Int64(out.shape[1]) * (self.groups * UNITS * UNIT * 4)
+        step_o = Int64(out.shape[1]) * (self.groups * 2 * GROUP * HALF * 4)
         step_lse = Int64(out.shape[1]) * (self.h_q * 4)
         heads = [cutlass.min(GROUP * group + g + 8 * r, self.h_q - 1) for r in (0, 1)]
         piece_lse = [cute.domain_offset((Int64(first_slot), s_idx, head), lse_partial).iterator.toint() for head in heads]
-        address = o_partial[Int64(first_slot), s_idx, group, 0, None].iterator.toint() + (first * UNIT + lane * 4) * 4
-        address += share * step_o
+        half, first = first // (UNITS // 2), first % (UNITS // 2)
+        piece = o_partial[Int64(first_slot), s_idx, group, half, None].iterator.toint()
+        piece_scale = [piece + (SCALES + (g + 8 * r) * 4) for r in (0, 1)]
+        address = piece + share * step_o + (first * 512 + lane * 16)
         left = (n - share + shares - 1) // shares
 
         # The first pieces are under way while m and S are computed.
-        rO = cute.make_rmem_tensor((4, BLOCK, PIECES), Float32)
-        lses = cute.make_rmem_tensor((2, PIECES), Float32)
-        rO.fill(0.0)
+        rO = cute.make_rmem_tensor((4, BLOCK, PIECES), Uint32)
+        lses, scales = cute.make_rmem_tensor((2, PIECES), Float32), cute.make_rmem_tensor((2, PIECES), Float32)
+        rO.fill(0)
         self.load_pieces(address, shares * step_o, left, rO)
-        self.load_lses(piece_lse, step_lse, share, shares, n, lses)
+        self.load_by_head(piece_lse, step_lse, share, shares, n, lses)
+        self.load_by_head(piece_scale, step_o, share, shares, n, scales)
 
         # Over pieces c + 4 k, then over the quad. Finite: -inf - -inf is NaN.
         top, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
@@ -210,7 +216,7 @@ class Combine:
         total.fill(0.0)
         some = cute.make_rmem_tensor((2, 4), Float32)
         for i in cutlass.range(c, n, 16, unroll=1):
-            self.load_lses(piece_lse, step_lse, i, 4, n, some)
+            self.load_by_head(piece_lse, step_lse, i, 4, n, some)
             for r in cutlass.range_constexpr(2):
                 new = cute.arch.fmax(
                     cute.arch.fmax(cute.arch.fmax(some[r, 0], some[r, 1]), cute.arch.fmax(some[r, 2], some[r, 3])), top[r]
@@ -229,40 +235,47 @@ class Combine:
             total_quad = cute.arch.warp_reduction_sum(total[r], threads_in_group=4)
             merged[r], exponent[r] = normalise(new, total_quad, sink_log2)
 
-        acc = cute.make_rmem_tensor((4, BLOCK), Float32)
+        acc = cute.make_rmem_tensor((8, BLOCK), Float32)  # e + 2 r + 4 (j % 2)
         acc.fill(0.0)
         for i in cutlass.range(0, left, PIECES, unroll=1):
             for k in cutlass.range_constexpr(PIECES):
-                for r in cutlass.range_constexpr(2):
+                weight, is_empty = [], []
+                for r in (0, 1):
                     w = cute.math.exp2(lses[r, k] - exponent[r], fastmath=True)  # 0 past the last piece
-                    for u in cutlass.range_constexpr(BLOCK):
-                        for e in cutlass.range_constexpr(2):  # an empty piece may hold anything: 0 * NaN must not enter
-                            x = cutlass.select_(w != 0.0, rO[2 * r + e, u, k], Float32(0))
-                            acc[2 * r + e, u] = acc[2 * r + e, u] + w * x
+                    is_empty.append(w == 0.0)
+                    weight.append(cutlass.select_(is_empty[r], Float32(0), w * scales[r, k]))
+                for u in cutlass.range_constexpr(BLOCK):
+                    words, values = cute.make_rmem_tensor(4, Uint32), cute.make_rmem_tensor(8, Float32)
+                    for j in (0, 1, 2, 3):  # an empty piece may hold anything: 0 * NaN must not enter
+                        words[j] = cutlass.select_(is_empty[j % 2], Uint32(0), rO[j, u, k])
+                    values.store(cute.recast_tensor(words, Float16).load().to(Float32))
+                    for j in cutlass.range_constexpr(8):
+                        acc[j, u] = acc[j, u] + weight[j // 2 % 2] * values[j]
             address += (PIECES * shares) * step_o
             self.load_pieces(address, shares * step_o, left - (i + PIECES), rO)
-            self.load_lses(piece_lse, step_lse, share + (i + PIECES) * shares, shares, n, lses)
+            self.load_by_head(piece_lse, step_lse, share + (i + PIECES) * shares, shares, n, lses)
+            self.load_by_head(piece_scale, step_o, share + (i + PIECES) * shares, shares, n, scales)
 
         cute.arch.sync_threads()  # the last item's sums are read
         for u in cutlass.range_constexpr(BLOCK):
             cute.autovec_copy(acc[None, u], sums[None, lane, u, warp])
         cute.arch.sync_threads()
         for u in cutlass.range(share, BLOCK, shares, unroll=1):
-            total_o = cute.make_rmem_tensor(4, Float32)
+            total_o = cute.make_rmem_tensor(8, Float32)
             total_o.fill(0.0)
             for other in cutlass.range(warp - share, warp - share + shares, unroll=1):
-                for e in cutlass.range_constexpr(4):
+                for e in cutlass.range_constexpr(8):
                     total_o[e] = total_o[e] + sums[e, lane, u, other]
-            half, j = (first + u) // (UNITS // 2), (first + u) % (UNITS // 2)
             for r in cutlass.range_constexpr(2):
                 head = GROUP * group + g + 8 * r
                 if head < self.h_q:
-                    pair, bf16 = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, BFloat16)
-                    pair[0], pair[1] = total_o[2 * r], total_o[2 * r + 1]
-                    bf16.store(pair.load().to(BFloat16))
                     pairs = cute.zipped_divide(out[Int64(req), s_idx, head, None], (2,))  # ((2), 256)
-                    cute.autovec_copy(bf16, pairs[None, half * (HALF // 2) + 4 * j + c])
-                    if first + u + c == 0:
+                    for j in cutlass.range_constexpr(2):
+                        pair, bf16 = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, BFloat16)
+                        pair[0], pair[1] = total_o[4 * j + 2 * r], total_o[4 * j + 2 * r + 1]
+                        bf16.store(pair.load().to(BFloat16))
+                        cute.autovec_copy(bf16, pairs[None, half * (HALF // 2) + 4 * (2 * (first + u) + j) + c])
+                    if half + first + u + c == 0:
                         lse[Int64(req), s_idx, head] = merged[r] * LN_2
 
     @cute.jit
@@ -271,19 +284,20 @@ class Combine:
         for k in cutlass.range_constexpr(PIECES):
             if k < left:
                 for u in cutlass.range_constexpr(BLOCK):
-                    p = cute.make_ptr(Float32, address + (k * step + u * (UNIT * 4)), cute.AddressSpace.gmem, assumed_align=16)
+                    p = cute.make_ptr(Uint32, address + (k * step + u * 512), cute.AddressSpace.gmem, assumed_align=16)
                     cute.autovec_copy(cute.make_tensor(p, cute.make_layout(4)), rO[None, u, k])
 
     @cute.jit
-    def load_lses(self, piece_lse: list, step: Int64, i: Int32, by: Int32, n: Int32, lses: cute.Tensor):
-        """lses[r, k] = lse of piece i + k by in base 2, -inf past the last; piece_lse: addresses of the first piece's, by head."""
-        for k in cutlass.range_constexpr(lses.shape[1]):
+    def load_by_head(self, first: list, step: Int64, i: Int32, by: Int32, n: Int32, values: cute.Tensor):
+        """values[r, k] = what stands for piece i + k by at `first`[r] (of the first piece) and `step` bytes apart; -inf past the
+        last piece."""
+        for k in cutlass.range_constexpr(values.shape[1]):
             for r in cutlass.range_constexpr(2):
                 value = Float32(-INF)
                 if i + k * by < n:
-                    p = cute.make_ptr(Float32, piece_lse[r] + (i + k * by) * step, cute.AddressSpace.gmem, assumed_align=4)
+                    p = cute.make_ptr(Float32, first[r] + (i + k * by) * step, cute.AddressSpace.gmem, assumed_align=4)
                     value = cute.make_tensor(p, cute.make_layout(1))[0]
-                lses[r, k] = value
+                values[r, k] = value
 
 
 class CombineOnly:

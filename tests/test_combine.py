@@ -30,16 +30,36 @@ class Partials:
         return {name: None if t is None else t.to(device) for name, t in vars(self).items()}
 
 
-def fragment_order(o_partial: torch.Tensor) -> torch.Tensor:
-    """[slots, s_q, h_q, 512] -> [slots, s_q, groups of 16 heads, 2 halves, 32 (j), 8 (g), 4 (c), 2 (r), 2 (e)].
+def to_fp16(o_partial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., 512] -> fp16 [..., 2 halves, 256] over a power of two [..., 2], which puts the largest into 2^14 ... 2^15."""
+    halves = o_partial.unflatten(-1, (2, 256))
+    largest = halves.abs().amax(-1)
+    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 15)
+    return (halves / scale[..., None]).half(), scale
 
-    Head g + 8 r of the group, column 8 j + 2 c + e of the half; NaN where there is no head.
+
+def rounded(o_partial: torch.Tensor) -> torch.Tensor:
+    """What a piece in fp16 says."""
+    fp16, scale = to_fp16(o_partial)
+    return (fp16 * scale[..., None]).flatten(-2)
+
+
+def fragment_order(o_partial: torch.Tensor) -> torch.Tensor:
+    """[slots, s_q, h_q, 512] -> [slots, s_q, groups of 16 heads, 2 halves, 4096]: of pieces of a request in three or more.
+
+    First fp16 [16, 8 (g), 4 (c), 2 (j % 2), 2 (r), 2 (e)], for head g + 8 r of the group and column 8 j + 2 c + e of the half,
+    then [16] powers of two. NaN where nothing is.
     """
     slots, s_q, h_q, _ = o_partial.shape
     groups = -(-h_q // 16)
     whole = torch.full((slots, s_q, 16 * groups, D_V), math.nan, device=o_partial.device)
     whole[:, :, :h_q] = o_partial
-    return whole.view(slots, s_q, groups, 2, 8, 2, 32, 4, 2).permute(0, 1, 2, 5, 6, 4, 7, 3, 8).contiguous()
+    fp16, scale = to_fp16(whole)
+    result = torch.full((slots, s_q, groups, 2, 4096), math.nan, device=o_partial.device)
+    fp16 = fp16.view(slots, s_q, groups, 2, 8, 2, 16, 2, 4, 2).permute(0, 1, 2, 5, 6, 4, 8, 7, 3, 9)
+    result.view(torch.float16)[..., :4096] = fp16.flatten(4)
+    result[..., 2048:2064] = scale.view(slots, s_q, groups, 16, 2).transpose(3, 4)
+    return result
 
 
 def make_partials(blocks, num_parts, s_q=1, h_q=128, sink=True, empty=0.2, spread=8.0, seed=0) -> Partials:
@@ -49,7 +69,8 @@ def make_partials(blocks, num_parts, s_q=1, h_q=128, sink=True, empty=0.2, sprea
     shape = (2 * num_parts, s_q, h_q)
     o_partial, lse_partial = torch.full((*shape, D_V), math.nan), torch.full(shape, math.nan)
     pieces = [piece.slot for piece in reference.partial_pieces(metadata, len(blocks))]
-    o_partial[pieces] = torch.randn(len(pieces), *shape[1:], D_V, generator=g)
+    of_row = 2.0 ** torch.randint(-4, 60, (h_q, 1), generator=g)
+    o_partial[pieces] = rounded(torch.randn(len(pieces), *shape[1:], D_V, generator=g) * of_row)
     lse_partial[pieces] = spread * torch.randn(len(pieces), *shape[1:], generator=g)
     is_empty = torch.rand(shape, generator=g) < empty
     is_empty[:, :, 0] = empty > 0  # head 0 attends nothing at all

@@ -116,6 +116,12 @@ def barrier_any(barrier_id: Int32, num_threads: int, predicate) -> Uint32:
     return inline_ptx(code, write_only_types=[Uint32], read_only_args=[Uint32(predicate), Int32(barrier_id)])
 
 
+def max_abs(x: Float32, y: Float32) -> Float32:
+    """max(x, |y|); a NaN in y is left out."""
+    code = "{ .reg .f32 a; abs.f32 a, {$r1}; max.f32 {$w0}, {$r0}, a; }"
+    return inline_ptx(code, write_only_types=[Float32], read_only_args=[x, y])
+
+
 def opaque(x: Int64) -> Int64:
     """x, which the compiler takes for a value that only a register can give."""
     return inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[x])

@@ -62,7 +62,7 @@ from cutlass import (
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from .. import jit
-from ..combine import GROUP, Combine, normalise, partials
+from ..combine import GROUP, SCALES, Combine, normalise, partials
 from ..kv_cache import MODEL1, V32, KVFormat
 from ..validate import Problem, check_int
 from .helpers import (
@@ -79,6 +79,7 @@ from .helpers import (
     load_row,
     load_smem_16b,
     mul_bf16x2,
+    max_abs,
     mul_fp16x2,
     nan_if_inf,
     opaque,
@@ -236,7 +237,7 @@ class Shared(NamedTuple):
     alpha: cute.Pointer  # [64] fp32: by head, the factor of O before this block
     factor: cute.Pointer  # [64] fp32: by head, the factor of O behind the last block
     record: cute.Pointer  # [8] int32: the partition's record of the plan
-    last_pieces: cute.Pointer  # int32: of the partition's last request
+    last_pieces: cute.Pointer  # int32: of the partition's last request, in all partitions
     owes: cute.Pointer  # [2] int32 by math warpgroup: a merge of the part's first request is left
     top: cute.Pointer  # [4, 64] fp32: m by head, a copy for each convert warp
     is_raised: cute.Pointer  # uint32: alpha holds something
@@ -505,11 +506,6 @@ class SparseDecode:
         req, block, last, index, is_extra, zeros = self.fill(
             params, shared, part, s_idx, w, half, lane, Int32(0), req, block, last, index, is_extra, Uint32(0)
         )
-        if part.begin_req <= part.end_req:
-            if (half == 0) & (t == 0):  # now, because memory is slow
-                splits = params.num_splits
-                cute.make_tensor(shared.last_pieces, 1)[0] = splits[part.end_req + 1] - splits[part.end_req]
-
         n, slot = Int32(0), half  # blocks done; the slot of this half of V
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             self.convert_q(shared, (r - part.begin_req) & 1, WARPGROUP * (1 + half) + t)
@@ -684,8 +680,10 @@ class SparseDecode:
         row_sum = cute.make_rmem_tensor(16, Float32)  # of heads 8 j + 2 pc + e at 2 j + e, over this lane's keys
 
         part = self.load_part(shared)
+        last_pieces = Int32(0)
         if part.begin_req <= part.end_req:
             self.load_q(part.begin_req, s_idx, head_tile, w, tma_q, tma_mQ, shared)
+            last_pieces = params.num_splits[part.end_req + 1] - params.num_splits[part.end_req]
         zero = Uint32(params.metadata.shape[0]) >> 31  # which the compiler does not know
         n, v_slot, v_phase = Int32(0), Int32(0), Int32(1)
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
@@ -701,6 +699,8 @@ class SparseDecode:
                 if const_expr(self.num_tiles == self.v_tiles):
                     self.cover_rope(ahead)
                 self.release_raw(shared.raw_empty + w, lane, loaded, zero)
+                if t == 0:  # has arrived meanwhile; p_full makes it visible to math
+                    cute.make_tensor(shared.last_pieces, 1)[0] = last_pieces
             row_sum.fill(0.0)
             for block in cutlass.range(first_block, last_block, unroll=1):
                 if (block + 1 == last_block) & (req < part.end_req):
@@ -1197,12 +1197,15 @@ class SparseDecode:
     ):  # fmt: skip
         """Half of O of any but the part's last request to out; or, of one that began in other parts, to scratch."""
         if (req == part.begin_req) & (part.record[5] != 0):
-            slot, piece = part.record[7], part.record[4]
-            self.store_piece(params, slot, s_idx, head_tile, t, half, accO)
-            cute.arch.barrier(barrier_id=NamedBarriers.MERGE + half, number_of_threads=WARPGROUP)
-            if (t == 0) & (piece == 1):  # as the last piece, of two
-                found = exchange_gpu(self.flag(params, slot - 1, s_idx, head_tile, half), params.nonce)
-                cute.make_tensor(shared.owes, 2)[half] = Int32(found == params.nonce)
+            slot = part.record[7]
+            if part.record[4] == 1:  # as the last piece, of two
+                self.store_piece(params, slot, s_idx, head_tile, t, half, accO)
+                cute.arch.barrier(barrier_id=NamedBarriers.MERGE + half, number_of_threads=WARPGROUP)
+                if t == 0:
+                    found = exchange_gpu(self.flag(params, slot - 1, s_idx, head_tile, half), params.nonce)
+                    cute.make_tensor(shared.owes, 2)[half] = Int32(found == params.nonce)
+            else:
+                self.store_piece_fp16(params, slot, s_idx, head_tile, t, half, accO)
         else:
             self.store_o(params, req, s_idx, head_tile, t, half, accO)
 
@@ -1225,14 +1228,15 @@ class SparseDecode:
                 if t == 0:
                     found = load_acquire_gpu(flag)
                 is_second = barrier_any(NamedBarriers.MERGE + half, WARPGROUP, found == params.nonce)
-            if is_second == 0:
-                self.store_piece(params, slot, s_idx, head_tile, t, half, accO)
-                if is_pair:
+                if is_second == 0:
+                    self.store_piece(params, slot, s_idx, head_tile, t, half, accO)
                     cute.arch.barrier(barrier_id=NamedBarriers.MERGE + half, number_of_threads=WARPGROUP)
                     found = Int64(0)
                     if t == 0:
                         found = exchange_gpu(flag, params.nonce)
                     is_second = barrier_any(NamedBarriers.MERGE + half, WARPGROUP, found == params.nonce)
+            else:
+                self.store_piece_fp16(params, slot, s_idx, head_tile, t, half, accO)
             if is_second != 0:
                 if t == 0:
                     store_relaxed_gpu(flag, Int64(0))  # a replay of a CUDA graph has the same nonce
@@ -1269,6 +1273,37 @@ class SparseDecode:
             for j in cutlass.range_constexpr(HALF // 8):
                 pointer = cute.make_ptr(Float32, piece + j * 512, cute.AddressSpace.gmem, assumed_align=16)
                 cute.autovec_copy(cute.make_tensor(accO.iterator + 4 * j, 4), cute.make_tensor(pointer, 4))
+
+    @cute.jit
+    def store_piece_fp16(
+        self, params: Params, slot: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32, accO: cute.Tensor
+    ):  # fmt: skip
+        """The same for combine, of three pieces or more: in fp16, over a power of two for each head."""
+        group = head_tile * (TILE_M // GROUP) + t // 32
+        if group * GROUP < self.h_q:
+            largest = [Float32(0), Float32(0)]
+            for i in cutlass.range_constexpr(cute.size(accO)):
+                largest[i // 2 % 2] = max_abs(largest[i // 2 % 2], accO[i])
+            piece = self.piece_of(params, slot, s_idx, group, half, t % 32)
+            inverse = []
+            for r in (0, 1):
+                x = largest[r]
+                for offset in (1, 2):
+                    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
+                exponent = cutlass.max(x.bitcast(Uint32) >> 23, Uint32(30))  # biased; both powers of two are normal numbers
+                inverse.append(((268 - exponent) << 23).bitcast(Float32))  # x * inverse is in 2 ** 14 ... 2 ** 15
+                if t % 4 == 0:
+                    address = piece - t % 32 * 16 + (SCALES + (t % 32 // 4 + 8 * r) * 4)
+                    scale = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+                    cute.make_tensor(scale, 1)[0] = ((exponent - 14) << 23).bitcast(Float32)
+            for i in cutlass.range_constexpr(HALF // 16):
+                values = cute.make_rmem_tensor(8, Float32)
+                for k in cutlass.range_constexpr(8):
+                    values[k] = accO[8 * i + k] * inverse[k // 2 % 2]
+                fp16 = cute.make_rmem_tensor(8, Float16)
+                fp16.store(values.load().to(Float16))
+                pointer = cute.make_ptr(Uint32, piece + i * 512, cute.AddressSpace.gmem, assumed_align=16)
+                cute.autovec_copy(cute.recast_tensor(fp16, Uint32), cute.make_tensor(pointer, 4))
 
     @cute.jit
     def merge_weights(
