@@ -289,7 +289,7 @@ class Combine:
 
     @cute.jit
     def load_by_head(self, first: list, step: Int64, i: Int32, by: Int32, n: Int32, values: cute.Tensor):
-        """values[r, k] = what stands for piece i + k by at `first`[r] (of the first piece) and `step` bytes apart; -inf past the
+        """values[r, k] = what stands for piece i + k by, `step` bytes apart from the first piece's at `first`[r]; -inf past the
         last piece."""
         for k in cutlass.range_constexpr(values.shape[1]):
             for r in cutlass.range_constexpr(2):
@@ -326,8 +326,8 @@ Combine.kernel.set_name_prefix("mla_combine", remove_cutlass_symbol=True, keep_m
 
 
 def compile(problem: Problem, config: None, arch: str):
-    """The combine alone; takes (metadata, num_splits, scratch, attn_sink, out, lse, max_splits): scratch as the main kernel's, without
-    flags, and the others as in `launch`."""
+    """The combine alone; takes (metadata, num_splits, scratch, attn_sink, out, lse, max_splits): scratch as the main kernel's,
+    without flags, and the others as in `launch`."""
     sym, sym64 = cute.sym_int, cute.sym_int64
     b, s_q, h_q, d_v = sym(), sym(), problem.h_q, problem.d_v
     return jit.build(

@@ -90,7 +90,8 @@ def sparse_decode(
     Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a
     CUDA graph (call it once before: a first call compiles); without a plan, each replay plans anew. Results are
     deterministic: the same bits for the same inputs and plan. Scratch: 2 * plan.num_parts * s_q slots of 32 KiB for
-    every 16 heads and 4 bytes a head whatever b is (at most 35 MB on 132 SMs, for any s_q and h_q), nothing if num_parts is 1. There is no backward.
+    every 16 heads and 4 bytes a head whatever b is (at most 35 MB on 132 SMs, for any s_q and h_q), nothing if
+    num_parts is 1. There is no backward.
 
     torch.compile(fullgraph=True), torch.export and make_fx make an op of the call, torch.ops.mla_cute.sparse_decode (see
     torch_ops). There `impl` must be importable by its name, and the fields of `config` ints, bools, strings, None or tuples

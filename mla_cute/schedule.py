@@ -1,10 +1,10 @@
 """Who does what: `plan_decode` deals the key blocks of all requests to one wave of CTAs; a `DecodePlan` holds it.
 
 A kernel is launched with P parts (CTAs per query token and tile of heads). Each part is a run of consecutive key
-blocks, all about equally long, possibly from several requests; a request that two or more parts share is split. Two pieces
-are merged by the part that ends last, three or more behind the main kernel (`mla_cute.combine`). The rules, and the records but for their last field, are
-those of FlashMLA's metadata kernel; `mla_cute.reference.plan` states them, `mla_cute.schedule_kernel` computes them on
-the device.
+blocks, all about equally long, possibly from several requests; a request that two or more parts share is split. Two
+pieces are merged by the part that ends last, three or more behind the main kernel (`mla_cute.combine`). The rules, and
+the records but for their last field, are those of FlashMLA's metadata kernel; `mla_cute.reference.plan` states them,
+`mla_cute.schedule_kernel` computes them on the device.
 """
 
 from __future__ import annotations

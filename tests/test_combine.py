@@ -147,7 +147,8 @@ def run(t: Partials, device, *, strided=False, load=None):
     h_q = out.shape[2]
     arch = "sm_90a" if load else jit.arch_of(device)
     kernel = (load or jit.load)(combine, Problem(h_q=h_q, has_attn_sink=t.attn_sink is not None), None, arch)
-    kernel(*(x[name] for name in ("metadata", "num_splits", "scratch", "attn_sink")), out, lse, int(x["num_splits"].diff().max()))
+    most = int(t.num_splits.diff().max())
+    kernel(*(x[name] for name in ("metadata", "num_splits", "scratch", "attn_sink")), out, lse, most)
     return out, lse
 
 

@@ -22,18 +22,19 @@ A CTA owns one partition of the plan (a run of key blocks, perhaps of several re
  4. m[h] stays, unless some z - m exceeds 15: then m' = max(m, max z - 7) for all heads, alpha = exp2(m - m')         [convert]
  5. P = exp2(z - m) in fp16 -> shared memory; l = l * alpha + sum over t of P / 2^x(t)                               [convert]
  6. O = alpha * O + P V: the exponents of P and V cancel                                                             [math]
-After a request's last block, lse = m ln 2 + ln(l), and O / (l + sink) goes from registers to global memory, while convert
-goes on with the next request. Of a request in two pieces, each math warpgroup merges its 256 columns in the CTA that ends
+After a request's last block, lse = m ln 2 + ln(l), and O / (l + sink) goes from registers to global memory; then all warps
+convert the next request's Q. Of a request in two pieces, each math warpgroup merges its 256 columns in the CTA that ends
 last: the other one has left its piece in scratch. Only requests in three or more need the combine kernel.
 
 Why it is built so, in SM cycles measured on an H200 (docs/tuning-sm90.md): the convert warps are the chain that sets the pace,
-about 4,100 a block; matrix units are busy 2,176 of them. fp16 takes 19 instructions a token where bf16 takes 43. Records are
-released in two parts, the one read first by half time, because 64 copies take the copy engine 1,500 and memory 1,000 more.
-Math 1's product is held back until convert has issued its own: the two then share the matrix units with the softmax, not
-with each other.
+about 3,800 a block; matrix units are busy 2,176 of them. fp16 takes 19 instructions a token where bf16 takes 43. Records are
+released in two parts, because 64 copies take the copy engine 1,500 and memory 1,000 more: the right part is in registers
+before the block begins, loaded behind the exponentials of the one before. Math 1's product is held back until convert has
+issued its own: the two then share the matrix units with the softmax, not with each other.
 
-Formats differ in three places: MODEL1's rope is a tile of V (fp16 too), its scales are copied behind the record by loads,
-and V32's rope tile comes first. Keys of an extra cache are blocks behind the main ones: only the filling of the raw ring knows.
+Formats differ in three places: MODEL1's rope is a tile of V (fp16 too), its scales come by loads, prepared by math behind the
+record, and V32's rope tile comes first. Keys of an extra cache are blocks behind the main ones: only the filling of the raw
+ring knows.
 
 Shared memory (bytes): Q 73,728; V three halves of [64 keys, 256] 98,304; P 8,192; raw records 64 x 656 = 41,984; maxima,
 factors, barriers 4.2 K. Sources of the ideas: FlashMLA (plan, split and combine), FlashAttention (online softmax; its 4th
@@ -68,6 +69,7 @@ from ..validate import Problem, check_int
 from .helpers import (
     LN_2,
     LOG2_E,
+    add_product,
     barrier_any,
     bf16_to_fp16,
     bulk_copy_to_smem,
@@ -78,8 +80,8 @@ from .helpers import (
     load_acquire_gpu,
     load_row,
     load_smem_16b,
-    mul_bf16x2,
     max_abs,
+    mul_bf16x2,
     mul_fp16x2,
     nan_if_inf,
     opaque,
@@ -88,7 +90,6 @@ from .helpers import (
     smem_tensor,
     store_relaxed_gpu,
     store_smem_16b,
-    add_product,
 )
 
 MERGE_ROUNDS = (1, 2, 2, 3)  # of 8 groups of columns of the other piece: what registers allow
@@ -397,7 +398,8 @@ class SparseDecode:
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0, 2])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
             storage.raw.data_ptr(), storage.valid.data_ptr(), storage.alpha.data_ptr(), storage.factor.data_ptr(),
-            storage.record.data_ptr(), storage.last_pieces.data_ptr(), storage.owes.data_ptr(), storage.top.data_ptr(), storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
+            storage.record.data_ptr(), storage.last_pieces.data_ptr(), storage.owes.data_ptr(), storage.top.data_ptr(),
+            storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
         )  # fmt: skip
 
         if warp_idx == 0:
@@ -420,7 +422,7 @@ class SparseDecode:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        # When every CTA has come here, combine's are set up wherever there is room; they wait for the whole grid before they read.
+        # When every CTA has come here, combine's are set up wherever there is room; they read behind the whole grid's end.
         cute.arch.griddepcontrol_launch_dependents()
         if wg < 2:
             set_registers(self.config.registers[0])
@@ -706,8 +708,9 @@ class SparseDecode:
                 if (block + 1 == last_block) & (req < part.end_req):
                     self.prefetch_q(req + 1, s_idx, head_tile, w, tma_q, tma_mQ, shared)
                 v_slot, v_phase = self.scores(
-                    shared, mma_qk, mma_rope, rQ, rQ_rope, accS, ahead, w, lane, v_slot, v_phase, n & 1, block > first_block, zero
-                )
+                    shared, mma_qk, mma_rope, rQ, rQ_rope, accS, ahead, w, lane, v_slot, v_phase, n & 1, block > first_block,
+                    zero,
+                )  # fmt: skip
                 exponents = (ahead.exponents[0], ahead.exponents[1])
                 valid = ahead.valid[0]
                 for j in cutlass.range_constexpr(8):  # while the last products run
@@ -773,7 +776,7 @@ class SparseDecode:
         tiles = range(self.v_tiles // 2, self.v_tiles)
         is_rope = [tile * SW128_COLUMNS >= self.fmt.d_nope for tile in tiles]
         return Ahead(
-            {t: [[cute.make_rmem_tensor(4, Uint32) for _ in range(1 + long)] for _ in (0, 1)] for t, long in zip(tiles, is_rope)},
+            {t: [[cute.make_rmem_tensor(4, Uint32) for _ in range(1 + r)] for _ in (0, 1)] for t, r in zip(tiles, is_rope)},
             [cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4)), Float16) for _ in (0, 1)],
             cute.make_rmem_tensor((2, self.fmt.num_scales), Uint32),
             cute.make_rmem_tensor(2, Uint32),
@@ -1343,9 +1346,8 @@ class SparseDecode:
             for step in cutlass.range_constexpr(len(MERGE_ROUNDS)):
                 first, count = 4 * sum(MERGE_ROUNDS[:step]), 4 * MERGE_ROUNDS[step]
                 mine = [cute.make_tensor(accO.iterator + 4 * (first + j), 4) for j in range(count)]
-                self.store_columns(
-                    params, req, s_idx, head_tile, t, half, first, self.merged(mine, self.load_16b(other, first, count), weights)
-                )
+                values = self.merged(mine, self.load_16b(other, first, count), weights)
+                self.store_columns(params, req, s_idx, head_tile, t, half, first, values)
 
     @cute.jit
     def merge_stored(
