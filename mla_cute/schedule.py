@@ -188,13 +188,14 @@ register_pytree_node(
 def overhead(config: Any, b: int, topk: int, extra_topk: int, num_parts: int) -> int:
     """What beginning a request costs, in blocks, as the plan charges it: the Config's, or where that is None by the load.
 
-    FlashMLA's 5 keeps requests whole where it can, and pays with uneven parts; with few blocks a part even parts gain more
-    than splits cost (H200: b 16 in parts of 8 blocks instead of 9).
+    Beginning a request takes about one block's time (H200). Charged with 2, requests stay whole where that costs little;
+    with few blocks a part even parts gain more than splits cost (b 16: 8 blocks a part instead of 9). FlashMLA charges 5,
+    which keeps more requests whole, but gives parts of many short requests too little to do.
     """
     if config.fixed_overhead_blocks is not None:
         return config.fixed_overhead_blocks
     blocks = -(-topk // config.tile_n) + -(-extra_topk // config.tile_n)  # lengths are on the device
-    return 1 if b * blocks <= FEW_BLOCKS * num_parts else 5
+    return 1 if b * blocks <= FEW_BLOCKS * num_parts else 2
 
 
 @functools.lru_cache(4096)

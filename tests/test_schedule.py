@@ -503,3 +503,17 @@ def test_repeated_plans_are_equal(device):
     for _ in range(200):
         again = schedule._plan_by_kernel(4096, TOPK, lengths, 132, 64, 5, device, target(device))
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize(
+    ("b", "extra_topk", "num_parts", "charge", "splits"),
+    [(16, 0, 66, 1, 4), (66, 0, 132, 1, 3), (67, 0, 132, 2, 3), (128, 0, 33, 2, 2), (128, 0, 132, 2, 1), (64, 1024, 33, 2, 2)],
+)
+def test_overhead_by_load(b, extra_topk, num_parts, charge, splits):
+    """Few blocks a part are dealt evenly; of more, requests are kept whole where that costs little."""
+    for given, expected in ((None, charge), (7, 7)):
+        config = types.SimpleNamespace(tile_n=64, fixed_overhead_blocks=given)
+        assert schedule.overhead(config, b, 2048, extra_topk, num_parts) == expected
+    blocks = 32 + extra_topk // 64
+    _, num_splits = reference.plan([64 * blocks] * b, num_parts, fixed_overhead_blocks=charge)
+    assert num_splits.diff().max() == splits == schedule.max_splits(b, 2048, extra_topk, False, num_parts, 64, charge)
