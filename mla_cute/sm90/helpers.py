@@ -21,11 +21,6 @@ def load_smem_16b(addr: Int32, dtype=Uint32) -> cute.Tensor:
     return r
 
 
-def load_row(addr: Int32, swizzle: Int32) -> list[cute.Tensor]:
-    """A 128-byte row of a swizzled tile, its 8 chunks of 16 bytes in order; swizzle: the row's number % 8."""
-    return [load_smem_16b(addr + ((c ^ swizzle) * 16)) for c in range(8)]
-
-
 def store_smem_16b(addr: Int32, r: cute.Tensor) -> None:
     """Registers [4] of a 32-bit type to 16 bytes of shared memory (st.shared.v4)."""
     cute.autovec_copy(r, smem_tensor(addr, r.element_type, 4))

@@ -78,7 +78,6 @@ from .helpers import (
     fp16_pair,
     fragment_row,
     load_acquire_gpu,
-    load_row,
     load_smem_16b,
     max_abs,
     mul_bf16x2,
@@ -506,7 +505,7 @@ class SparseDecode:
             block, last = work.first_block, work.last_block
         index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
         req, block, last, index, is_extra, zeros = self.fill(
-            params, shared, part, s_idx, w, half, lane, Int32(0), req, block, last, index, is_extra, Uint32(0)
+            params, shared, part, s_idx, w, half, lane, Int32(0), req, block, last, index, is_extra, Uint32(0), True
         )
         n, slot = Int32(0), half  # blocks done; the slot of this half of V
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
@@ -602,13 +601,17 @@ class SparseDecode:
     def fill(
         self, params: Params, shared: Shared, part: Part, s_idx: Int32, w: Int32, half: Int32, lane: Int32, count: Int32,
         req: Int32, block: Int32, last: Int32, index: Int32, is_extra: Boolean, zeros: Uint32,
+        is_first: cutlass.Constexpr = False,
     ):  # fmt: skip
         """The `count`-th block, if the partition has it: copies its records for convert's warp w; the indices of the next."""
         if req <= part.end_req:
             src, mask, low, high = self.resolve(params, index, is_extra)
+            if const_expr(is_first):
+                self.copy_records(shared, w, half, lane, count, src, mask, zeros, low, high)
             req, block, last = self.next_block(params, part, req, block, last)
             index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
-            self.copy_records(shared, w, half, lane, count, src, mask, zeros, low, high)
+            if const_expr(not is_first):  # which may wait for room: the indices come meanwhile
+                self.copy_records(shared, w, half, lane, count, src, mask, zeros, low, high)
             zeros = ~mask & 0xFFFF
         return req, block, last, index, is_extra, zeros
 
@@ -1096,51 +1099,37 @@ class SparseDecode:
     @cute.jit
     def convert_q(self, shared: Shared, phase: Int32, t: Int32):
         """Q / Q_SCALE in fp16 (V32's rope stays bf16), columns in the order of K's in its registers: a thread does whole rows
-        of a tile, in place, as the tiles arrive."""
-        row, swizzle, group, groups = t % TILE_M, t & 7, t // TILE_M, 3 * WARPGROUP // TILE_M
-        base = Int32(shared.sQ.iterator.toint()) + row * 128
-        nope_tiles = self.fmt.d_nope // SW128_COLUMNS
-        rounds = nope_tiles // groups
-        tiles = [base + (groups * i + group) * (TILE_M * 128) for i in range(rounds + 1)]
-        self.wait_q(shared, phase, 0, groups)
-        ahead = load_row(tiles[0], swizzle)
-        for i in cutlass.range_constexpr(rounds):
-            chunks = ahead
-            if const_expr(i + 1 < rounds):  # loaded before this one is stored, to cover the latency
-                self.wait_q(shared, phase, (i + 1) * groups, (i + 2) * groups)
-                ahead = load_row(tiles[i + 1], swizzle)
-            self.store_q(tiles[i], swizzle, chunks, False)
-        self.wait_q(shared, phase, rounds * groups, self.num_tiles)
-        rest = nope_tiles - rounds * groups  # and rope behind them
-        if group < rest:
-            self.store_q(tiles[rounds], swizzle, load_row(tiles[rounds], swizzle), False)
-        elif group == rest:
-            self.store_q(tiles[rounds], swizzle, load_row(tiles[rounds], swizzle), True)
-        cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
-        cute.arch.barrier(barrier_id=NamedBarriers.Q, number_of_threads=3 * WARPGROUP)
+        of a tile, in place, as the tiles arrive. One piece of code for all tiles: at the first request it is cold.
 
-    def wait_q(self, shared: Shared, phase: Int32, first: int, last: int):
-        """Column tiles first..last-1 of Q have arrived; those before have been waited for."""
-        for i in range((first + 1) // 2, (last + 1) // 2):
-            cute.arch.mbarrier_wait(shared.q_full + i, phase)
-
-    def store_q(self, row: Int32, swizzle: Int32, chunks: list[cute.Tensor], is_rope: bool):
-        """64 columns: position 16 s + 8 h + 2 j + e gets column 16 j + 4 s + 2 h + e; of rope column
-        32 (s / 2) + 8 j + 4 (s % 2) + 2 h + e.
-
+        Position 16 s + 8 h + 2 j + e gets column 16 j + 4 s + 2 h + e; of rope column 32 (s / 2) + 8 j + 4 (s % 2) + 2 h + e.
         That is the order in which lane pc = j holds its 16 columns of K as k-steps s of the MMA.
         """
-        for s in range(4):
-            for h in (0, 1):
-                words = cute.make_rmem_tensor(4, Uint32)  # pairs of columns
-                for j in range(4):
-                    chunk = 4 * (s // 2) + j if is_rope else 2 * j + s // 2
-                    words[j] = mul_bf16x2(chunks[chunk][2 * (s % 2) + h], Uint32(Q_SCALE_INVERSE))
-                if not is_rope or self.num_tiles == self.v_tiles:
-                    bf16_to_fp16(words, words)
-                    for j in range(4):
-                        words[j] = nan_if_inf(words[j])  # so that what fp16 cannot hold is seen in the result
-                store_smem_16b(row + (((2 * s + h) ^ swizzle) * 16), words)
+        row, swizzle, group, groups = t % TILE_M, t & 7, t // TILE_M, 3 * WARPGROUP // TILE_M
+        base = Int32(shared.sQ.iterator.toint()) + row * 128
+        for tile in cutlass.range(group, self.num_tiles, groups, unroll=1):
+            is_rope = tile == self.num_tiles - 1
+            address = base + tile * (TILE_M * 128)
+            cute.arch.mbarrier_wait(shared.q_full + tile // 2, phase)
+            chunks = []  # [2 i + j]: that of 8 columns for k-steps 2 i, 2 i + 1 and lane j; the row's chunk c lies at c ^ swizzle
+            for i in (0, 1):
+                for j in (0, 1, 2, 3):
+                    c = cutlass.select_(is_rope, Int32(4 * i + j), Int32(2 * j + i))
+                    chunks.append(load_smem_16b(address + ((c ^ swizzle) * 16)))
+            for s in (0, 1, 2, 3):
+                for h in (0, 1):
+                    words = cute.make_rmem_tensor(4, Uint32)  # pairs of columns
+                    for j in (0, 1, 2, 3):
+                        words[j] = mul_bf16x2(chunks[4 * (s // 2) + j][2 * (s % 2) + h], Uint32(Q_SCALE_INVERSE))
+                    fp16 = cute.make_rmem_tensor(4, Uint32)
+                    bf16_to_fp16(words, fp16)
+                    for j in (0, 1, 2, 3):
+                        pair = nan_if_inf(fp16[j])  # so that what fp16 cannot hold is seen in the result
+                        if const_expr(self.num_tiles > self.v_tiles):
+                            pair = cutlass.select_(is_rope, words[j], pair)
+                        fp16[j] = pair
+                    store_smem_16b(address + (((2 * s + h) ^ swizzle) * 16), fp16)
+        cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
+        cute.arch.barrier(barrier_id=NamedBarriers.Q, number_of_threads=3 * WARPGROUP)
 
     @cute.jit
     def finish(
