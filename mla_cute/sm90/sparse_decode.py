@@ -1110,7 +1110,7 @@ class SparseDecode:
             is_rope = tile == self.num_tiles - 1
             address = base + tile * (TILE_M * 128)
             cute.arch.mbarrier_wait(shared.q_full + tile // 2, phase)
-            chunks = []  # [2 i + j]: that of 8 columns for k-steps 2 i, 2 i + 1 and lane j; the row's chunk c lies at c ^ swizzle
+            chunks = []  # [2 i + j]: that of 8 columns for k-steps 2 i, 2 i + 1 and lane j
             for i in (0, 1):
                 for j in (0, 1, 2, 3):
                     c = cutlass.select_(is_rope, Int32(4 * i + j), Int32(2 * j + i))
