@@ -616,7 +616,7 @@ class TestBackend:
             mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, backend="emulator")
         large = torch.zeros(64, 2, 128, 576, dtype=torch.bfloat16), x.kv_cache, torch.zeros(64, 2, 2048, dtype=torch.int32)
         refused(ValueError, "too large to emulate: 8192 blocks of keys take about 20 minutes;", *large, backend="emulator")
-        with emulator.session(num_sms=60_000), pytest.raises(ValueError, match="too large to emulate: .* CTAs take about"):
+        with emulator.session(num_sms=101_000), pytest.raises(ValueError, match="too large to emulate: .* CTAs take about"):
             mla_cute.sparse_decode(x.q[:, :, :1], x.kv_cache, x.indices, backend="emulator")
 
 
