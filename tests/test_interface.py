@@ -616,8 +616,9 @@ class TestBackend:
             mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, backend="emulator")
         large = torch.zeros(64, 2, 128, 576, dtype=torch.bfloat16), x.kv_cache, torch.zeros(64, 2, 2048, dtype=torch.int32)
         refused(ValueError, "too large to emulate: 8192 blocks of keys take about 20 minutes;", *large, backend="emulator")
-        with emulator.session(num_sms=101_000), pytest.raises(ValueError, match="too large to emulate: .* CTAs take about"):
-            mla_cute.sparse_decode(x.q[:, :, :1], x.kv_cache, x.indices, backend="emulator")
+        large = torch.zeros(1, 2, 1, 576, dtype=torch.bfloat16), x.kv_cache, torch.zeros(1, 2, 5, dtype=torch.int32)
+        with emulator.session(num_sms=110_000), pytest.raises(ValueError, match="too large to emulate: .* CTAs take about"):
+            mla_cute.sparse_decode(*large, backend="emulator")  # for two query tokens 55,000 parts
 
 
 def test_no_call_keeps_its_tensors_alive():
