@@ -69,7 +69,7 @@ def make_partials(blocks, num_parts, s_q=1, h_q=128, sink=True, empty=0.2, sprea
     shape = (2 * num_parts, s_q, h_q)
     o_partial, lse_partial = torch.full((*shape, D_V), math.nan), torch.full(shape, math.nan)
     pieces = [piece.slot for piece in reference.partial_pieces(metadata, len(blocks))]
-    of_row = 2.0 ** torch.randint(-4, 60, (h_q, 1), generator=g)
+    of_row = 2.0 ** torch.randint(-8, 1, (h_q, 1), generator=g)
     o_partial[pieces] = rounded(torch.randn(len(pieces), *shape[1:], D_V, generator=g) * of_row)
     lse_partial[pieces] = spread * torch.randn(len(pieces), *shape[1:], generator=g)
     is_empty = torch.rand(shape, generator=g) < empty

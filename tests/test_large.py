@@ -554,7 +554,7 @@ def test_far_rows(case, name, impl, room):
     x = make_inputs(dataclasses.replace(case, b=4), "cuda")
     plan = mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs(), impl=impl)
     splits = plan.num_splits.diff()
-    assert (splits == 1).any() and (splits > 1).any()
+    assert splits.clamp(max=3).unique().numel() > 1 and (splits > 1).any()  # whole ones, pairs, more: two of them at least
     check_moved(x, case, impl=impl, **FAR_ROWS[name])
 
 
@@ -580,7 +580,7 @@ def test_large_batch(case, impl, room):
     keys = reference.sparse_num_keys(
         case.b, case.topk, x.topk_length, extra_topk=case.extra_topk, extra_topk_length=x.extra_topk_length
     )
-    expected = reference.plan(keys, plan.num_parts)
+    expected = reference.plan(keys, plan.num_parts, fixed_overhead_blocks=plan.fixed_overhead_blocks)
     assert_bitwise(plan.metadata.cpu(), expected[0], name="metadata")
     assert_bitwise(plan.num_splits.cpu(), expected[1], name="num_splits")
     assert (expected[1].diff() > 1).any() and (x.topk_length == 0).any()

@@ -452,7 +452,7 @@ def test_plan_decode_on_the_device(device, s_q, h_q, topk):
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
             assert plan.num_parts == plan.config.num_parts(Problem(h_q=h_q), s_q, num_sms) == plan.metadata.shape[0]
             assert plan.device == device
-            assert_plan_is_reference(plan.metadata, plan.num_splits, b, topk, lengths)
+            assert_plan_is_reference(plan.metadata, plan.num_splits, b, topk, lengths, overhead=plan.fixed_overhead_blocks)
 
 
 @pytest.mark.gpu
@@ -465,7 +465,7 @@ def test_device_plan_with_extra_keys(device, b, kinds):
     extra = torch.empty(1, dtype=torch.int32, device=device).expand(b, 1, 650)
     plan = plan_decode(q, indices, topk_length=on_device[0], extra_indices=extra, extra_topk_length=on_device[1])
     keys = reference.sparse_num_keys(b, TOPK, length, extra_topk=650, extra_topk_length=extra_length)
-    expected = reference.plan(keys, plan.num_parts)
+    expected = reference.plan(keys, plan.num_parts, fixed_overhead_blocks=plan.fixed_overhead_blocks)
     assert_bitwise(plan.metadata.cpu(), expected[0], name="metadata")
     assert_bitwise(plan.num_splits.cpu(), expected[1], name="num_splits")
 
@@ -476,7 +476,7 @@ def test_strided_lengths(device):
     spread = torch.full((74, 3), -1, dtype=torch.int32)
     spread[:, 1] = lengths
     plan = plan_decode(*shapes(74, device=device), topk_length=spread.to(device)[:, 1])
-    assert_plan_is_reference(plan.metadata, plan.num_splits, 74, TOPK, lengths)
+    assert_plan_is_reference(plan.metadata, plan.num_splits, 74, TOPK, lengths, overhead=plan.fixed_overhead_blocks)
 
 
 @pytest.mark.gpu
@@ -492,7 +492,7 @@ def test_captured_plan_follows_the_lengths(device, b):
         new = make_lengths(kind, b, seed=1)
         lengths.copy_(new)
         graph.replay()
-        assert_plan_is_reference(plan.metadata, plan.num_splits, b, TOPK, new)
+        assert_plan_is_reference(plan.metadata, plan.num_splits, b, TOPK, new, overhead=plan.fixed_overhead_blocks)
 
 
 @pytest.mark.gpu
