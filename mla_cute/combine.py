@@ -1,6 +1,6 @@
 """Merges the pieces of every request split in three or more: the kernel that runs behind the main kernel of an op.
 
-A piece is one part's softmax average over its share of a request's keys, o_partial fp32, with its base-2 log-sum,
+A piece is one part's softmax average over its share of a request's keys, o_partial, with its base-2 log-sum,
 lse_partial. With m the largest lse_partial of a row, S = sum 2^(lse_i - m) and G = log2(S) + m (+inf if S is 0):
 
     lse = G ln 2                             the sink never enters it

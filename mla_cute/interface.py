@@ -24,7 +24,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import jit
-from .schedule import DecodePlan, max_splits, overhead, plan_decode, scratch_size
+from .schedule import DecodePlan, most_splits, plan_decode, scratch_size
 from .target import DEFAULT_BACKEND, arch_of, target
 from .validate import Problem, check_sparse_decode
 
@@ -273,7 +273,6 @@ def _prepare(problem, plan, config, impl, backend, q, kv_cache, indices, extra_k
     where.admit(b * s_q * problem.head_tiles * (-(-topk // tile_n) + -(-extra_topk // tile_n)))
     parts = kernel_config.num_parts(problem, s_q, where.num_sms) if plan is None else plan.num_parts
     has_lengths = problem.has_topk_length or problem.has_extra_topk_length
-    how = parts, tile_n, overhead(kernel_config, b, topk, extra_topk, parts)
     made = _Ready(
         problem,
         None if plan is None else plan.kind,
@@ -291,7 +290,7 @@ def _prepare(problem, plan, config, impl, backend, q, kv_cache, indices, extra_k
         out_spec=_spec(torch.bfloat16, b, s_q, h_q, problem.d_v),
         lse_spec=_spec(torch.float32, b, s_q, h_q),
         scratch_spec=_spec(torch.float32, scratch_size(parts, s_q, h_q)),
-        max_splits=max_splits(b, topk, extra_topk, has_lengths, *how),
+        max_splits=most_splits(kernel_config, b, topk, extra_topk, has_lengths, parts),
     )
     if backend is None:
         _ready = made

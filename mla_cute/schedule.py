@@ -93,8 +93,7 @@ class DecodePlan:
     def max_splits(self) -> int:
         """The most pieces of one request: exact without lengths, which are on the device, else an upper bound."""
         has_lengths = self.has_topk_length or self.has_extra_topk_length
-        how = self.num_parts, self.tile_n, self.fixed_overhead_blocks
-        return max_splits(self.b, self.topk, self.extra_topk, has_lengths, *how)
+        return most_splits(self.config, self.b, self.topk, self.extra_topk, has_lengths, self.num_parts)
 
     @functools.cached_property
     def kind(self) -> object:
@@ -198,6 +197,14 @@ def overhead(config: Any, b: int, topk: int, extra_topk: int, num_parts: int) ->
     return 1 if b * blocks <= FEW_BLOCKS * num_parts else 2
 
 
+def most_splits(config: Any, b: int, topk: int, extra_topk: int, has_lengths: bool, num_parts: int) -> int:
+    """`max_splits` of a plan made with this config. It decides whether combine is launched, and plans are tensors that may come
+    from anywhere: where the config leaves the charge to the load, the bound holds for every charge that is in use."""
+    charges = CHARGES if config.fixed_overhead_blocks is None else (config.fixed_overhead_blocks,)
+    how = b, topk, extra_topk, has_lengths, num_parts, config.tile_n
+    return max(max_splits(*how, charge) for charge in charges)
+
+
 @functools.lru_cache(4096)
 def max_splits(
     b: int, topk: int, extra_topk: int, has_lengths: bool, num_parts: int, tile_n: int, fixed_overhead_blocks: int
@@ -233,6 +240,7 @@ def scratch_size(num_parts: int, s_q: int, h_q: int) -> int:
 
 
 FEW_BLOCKS = 16  # a part: then the plan deals them evenly
+CHARGES = (1, 2, 5)  # `overhead`'s, and FlashMLA's
 _NAMES = ("q", "indices", "topk_length", "extra_indices", "extra_topk_length")
 
 

@@ -517,3 +517,19 @@ def test_overhead_by_load(b, extra_topk, num_parts, charge, splits):
     blocks = 32 + extra_topk // 64
     _, num_splits = reference.plan([64 * blocks] * b, num_parts, fixed_overhead_blocks=charge)
     assert num_splits.diff().max() == splits == schedule.max_splits(b, 2048, extra_topk, False, num_parts, 64, charge)
+
+
+def test_most_splits_covers_every_charge_in_use():
+    """A plan is tensors: one cut with another charge than the load's must not lose its combine."""
+    rng, by_load = random.Random(0), types.SimpleNamespace(tile_n=64, fixed_overhead_blocks=None)
+    less = 0
+    for _ in range(3000):
+        b, num_parts, topk = rng.randint(1, 200), rng.randint(1, 140), 64 * rng.randint(1, 40)
+        most = schedule.most_splits(by_load, b, topk, 0, False, num_parts)
+        for charge in schedule.CHARGES:
+            splits = reference.plan([topk] * b, num_parts, fixed_overhead_blocks=charge)[1].diff().max()
+            assert splits <= most
+            own = types.SimpleNamespace(tile_n=64, fixed_overhead_blocks=charge)
+            assert schedule.most_splits(own, b, topk, 0, False, num_parts) == splits
+        less += schedule.max_splits(b, topk, 0, False, num_parts, 64, schedule.overhead(by_load, b, topk, 0, num_parts)) < most
+    assert less > 0  # it asks something

@@ -1165,13 +1165,6 @@ class SparseDecode:
     # ---- steps of math ----
 
     @cute.jit
-    def rescale(self, accO: cute.Tensor, alpha: cute.Tensor):
-        """O *= alpha by row; nothing to do for a warp whose maxima stood still."""
-        if cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0)):
-            for i in cutlass.range_constexpr(cute.size(accO)):
-                accO[i] = accO[i] * alpha[i // 2 % 2]
-
-    @cute.jit
     def release(self, barrier: cute.Pointer):
         """One arrival a warp."""
         cute.arch.sync_warp()
