@@ -144,9 +144,10 @@ def moved(x, case, main=None, extra=None, **strides):
     return y, outputs["out"], outputs["lse"]
 
 
-def check_moved(x, case, backend=None, impl=None, **where):
+def check_moved(x, case, backend=None, impl=None, config=None, **where):
     y, out, lse = moved(x, case, **where)
-    mla_cute.sparse_decode(y.q, y.kv_cache, y.indices, **y.kwargs(), out=out, lse=lse, backend=backend, impl=impl)
+    how = {"backend": backend, "impl": impl, "config": config}
+    mla_cute.sparse_decode(y.q, y.kv_cache, y.indices, **y.kwargs(), out=out, lse=lse, **how)
     if out.is_cuda:
         torch.cuda.synchronize()
     ref_out, ref_lse = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
@@ -181,11 +182,14 @@ EMULATED = {
 @pytest.mark.emulate
 @pytest.mark.parametrize("name", EMULATED)
 def test_emulated_kernel_on_large_addresses(name):
+    from mla_cute.sm90 import sparse_decode
+
     case, where, rows = EMULATED[name]
+    how = {"backend": "emulator", "config": sparse_decode.Config(fixed_overhead_blocks=5)}  # some whole, some split
     with emulator.session(num_sms=3 * case.s_q * case.problem.head_tiles) as s:  # three parts
         x = make_inputs(case)
-        plan = mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs(), backend="emulator")
-        check_moved(x, case, backend="emulator", **where, **rows)
+        plan = mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs(), **how)
+        check_moved(x, case, **how, **where, **rows)
     splits = plan.num_splits.diff()
     assert (splits == 1).any() and (splits > 1).any()
     assert s.findings == [] and len(s.grids) == 3  # two plans, the kernel, which merges pairs
@@ -345,7 +349,7 @@ def test_all_rows_are_checked():
 
             def launch(*args):
                 run(*args)
-                args[-2].view(-1, 3, 512)[row, 1] += 0.05
+                args[12].view(-1, 3, 512)[row, 1] += 0.05  # out
 
             return launch
 
