@@ -32,7 +32,7 @@ from . import jit
 from .validate import Problem
 
 GROUP = 16  # heads of a warp's accumulator
-HALF = 256  # and its columns
+HALF = 256  # and its columns: those of a math warpgroup
 UNITS = 2 * HALF // 16  # of 512 bytes, in the 512 columns of a group
 SCALES = 8192  # bytes from the beginning of half a group to its heads' powers of two
 WARPS = 8

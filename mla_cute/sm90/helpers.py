@@ -14,6 +14,12 @@ def smem_tensor(addr: Int32, dtype, count: int) -> cute.Tensor:
     return cute.make_tensor(ptr, cute.make_layout(count))
 
 
+def global_tensor(addr: Int64, dtype, count: int) -> cute.Tensor:
+    """The same at an address of global memory."""
+    ptr = cute.make_ptr(dtype, addr, cute.AddressSpace.gmem, assumed_align=4 * count)
+    return cute.make_tensor(ptr, cute.make_layout(count))
+
+
 def load_smem_16b(addr: Int32, dtype=Uint32) -> cute.Tensor:
     """16 bytes of shared memory into registers [4] of a 32-bit type (ld.shared.v4)."""
     r = cute.make_rmem_tensor(4, dtype)

@@ -63,7 +63,7 @@ from cutlass import (
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from .. import jit
-from ..combine import GROUP, SCALES, Combine, normalise, partials
+from ..combine import GROUP, HALF, SCALES, Combine, normalise, partials
 from ..kv_cache import MODEL1, V32, KVFormat
 from ..validate import Problem, check_int
 from .helpers import (
@@ -77,6 +77,7 @@ from .helpers import (
     exchange_gpu,
     fp16_pair,
     fragment_row,
+    global_tensor,
     load_acquire_gpu,
     load_smem_16b,
     max_abs,
@@ -91,19 +92,18 @@ from .helpers import (
     store_smem_16b,
 )
 
-MERGE_ROUNDS = (1, 2, 2, 3)  # of 8 groups of columns of the other piece: what registers allow
 INF = float("inf")
 FORMATS = {fmt.name: fmt for fmt in (V32, MODEL1)}
 TILE_M = 64  # heads of a CTA: the M of a WGMMA
 SW128_COLUMNS = 64  # bf16 columns of one 128-byte swizzle row: the width of a K or Q "tile"
 WARPGROUP = 128
-HALF = 256  # columns of O, and of V, of a math warpgroup
 V_SLOTS = 3  # halves of V in shared memory: two of a block, and one ahead of math 1, whose product is a block late
 Q_SCALE = 16.0  # Q is divided by it to fit into fp16: values below 2 ** 20, in steps of 2 ** -20
 Q_SCALE_INVERSE = 0x3D803D80  # 1 / Q_SCALE, a pair of bf16
 P_BITS = 15.0  # P stays below 2 ** 15: it is fp16, normal from 2 ** -14 on
 RAISED_BITS = 7.0  # of the largest P when m has just been raised
 MIN_EXPONENT = 67  # of a key, biased: scales below 2 ** -60 lose bits
+MERGE_ROUNDS = (1, 2, 2, 3)  # of 8 groups of columns of the other piece: what registers allow
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
 
 
@@ -591,8 +591,7 @@ class SparseDecode:
             if is_valid:  # a plane of 8 bytes a token behind the page's rows
                 address = start + Int64(page_block_size) * self.fmt.row_bytes + Int64(offset) * 8
                 packed = cute.make_rmem_tensor(2, Uint32)
-                scales = cute.make_ptr(Uint32, address, cute.AddressSpace.gmem, assumed_align=8)
-                cute.autovec_copy(cute.make_tensor(scales, cute.make_layout(2)), packed)
+                cute.autovec_copy(global_tensor(address, Uint32, 2), packed)
                 low, high = packed[0], packed[1]
         mask = Uint32(cute.arch.vote_ballot_sync(is_valid))
         return start + Int64(offset) * self.fmt.row_bytes, mask, low, high
@@ -701,8 +700,7 @@ class SparseDecode:
             if req == part.begin_req:
                 cute.arch.mbarrier_wait(shared.raw_full + w, 0)
                 loaded = self.load_ahead(shared, ahead, w, lane)
-                if const_expr(self.num_tiles == self.v_tiles):
-                    self.cover_rope(ahead)
+                self.cover_rope(ahead)
                 self.release_raw(shared.raw_empty + w, lane, loaded, zero)
                 if t == 0:  # has arrived meanwhile; p_full makes it visible to math
                     cute.make_tensor(shared.last_pieces, 1)[0] = last_pieces
@@ -754,8 +752,7 @@ class SparseDecode:
                 rP.store(accS.load().to(Float16))
                 if has_next:
                     self.release_raw(shared.raw_empty + w, lane, loaded, zero)
-                if const_expr(self.num_tiles == self.v_tiles):
-                    self.cover_rope(ahead)
+                self.cover_rope(ahead)
                 cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)
                 if (w == 0) & (lane == 0):
                     cute.make_tensor(shared.is_raised, 1)[0] = is_raised
@@ -932,6 +929,8 @@ class SparseDecode:
 
     def cover_rope(self, ahead: Ahead):
         """MODEL1, whose rope is part of V: its values must stay in fp16's range too."""
+        if self.num_tiles > self.v_tiles:
+            return
         for r in (0, 1):
             words = [half[i] for half in ahead.codes[self.v_tiles - 1][r] for i in range(4)]
             self.raise_exponent(ahead.exponents, ahead.scales, r, words)
@@ -1256,8 +1255,7 @@ class SparseDecode:
         if group * GROUP < self.h_q:
             piece = self.piece_of(params, slot, s_idx, group, half, t % 32)
             for j in cutlass.range_constexpr(HALF // 8):
-                pointer = cute.make_ptr(Float32, piece + j * 512, cute.AddressSpace.gmem, assumed_align=16)
-                cute.autovec_copy(cute.make_tensor(accO.iterator + 4 * j, 4), cute.make_tensor(pointer, 4))
+                cute.autovec_copy(cute.make_tensor(accO.iterator + 4 * j, 4), global_tensor(piece + j * 512, Float32, 4))
 
     @cute.jit
     def store_piece_fp16(
@@ -1279,16 +1277,14 @@ class SparseDecode:
                 inverse.append(((268 - exponent) << 23).bitcast(Float32))  # x * inverse is in 2 ** 14 ... 2 ** 15
                 if t % 4 == 0:
                     address = piece - t % 32 * 16 + (SCALES + (t % 32 // 4 + 8 * r) * 4)
-                    scale = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-                    cute.make_tensor(scale, 1)[0] = ((exponent - 14) << 23).bitcast(Float32)
+                    global_tensor(address, Float32, 1)[0] = ((exponent - 14) << 23).bitcast(Float32)
             for i in cutlass.range_constexpr(HALF // 16):
                 values = cute.make_rmem_tensor(8, Float32)
                 for k in cutlass.range_constexpr(8):
                     values[k] = accO[8 * i + k] * inverse[k // 2 % 2]
                 fp16 = cute.make_rmem_tensor(8, Float16)
                 fp16.store(values.load().to(Float16))
-                pointer = cute.make_ptr(Uint32, piece + i * 512, cute.AddressSpace.gmem, assumed_align=16)
-                cute.autovec_copy(cute.recast_tensor(fp16, Uint32), cute.make_tensor(pointer, 4))
+                cute.autovec_copy(cute.recast_tensor(fp16, Uint32), global_tensor(piece + i * 512, Uint32, 4))
 
     @cute.jit
     def merge_weights(
@@ -1350,8 +1346,7 @@ class SparseDecode:
         """Elements 4 j ... 4 j + 3 of a piece from j = first on."""
         loads = [cute.make_rmem_tensor(4, Float32) for _ in range(count)]
         for j, load in enumerate(loads):
-            pointer = cute.make_ptr(Float32, piece + (first + j) * 512, cute.AddressSpace.gmem, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(pointer, 4), load)
+            cute.autovec_copy(global_tensor(piece + (first + j) * 512, Float32, 4), load)
         return loads
 
     def merged(self, mine: list[cute.Tensor], other: list[cute.Tensor], weights: list) -> list[cute.Tensor]:
@@ -1396,8 +1391,7 @@ class SparseDecode:
                 words = cute.make_rmem_tensor(4, Uint32)
                 words[0], words[1], words[2], words[3] = quad_transpose(pairs, pc)
                 if head < self.h_q:
-                    piece = cute.make_ptr(Uint32, address + (first + 4 * group) * 16, cute.AddressSpace.gmem, assumed_align=16)
-                    cute.autovec_copy(words, cute.make_tensor(piece, 4))
+                    cute.autovec_copy(words, global_tensor(address + (first + 4 * group) * 16, Uint32, 4))
 
 
 SparseDecode.kernel.set_name_prefix("mla_sparse_decode_sm90", remove_cutlass_symbol=True, keep_mangled_name=False)
