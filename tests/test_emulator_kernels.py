@@ -1,6 +1,8 @@
 """The library's own kernels in the emulator: numbers of the reference, no findings, under several schedules."""
 
 import math
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -171,3 +173,14 @@ def test_naive_example():
             )
         assert_close(out, expected[0], **SPARSE_DECODE_OUT, name="out")
         assert_close(lse, expected[1], **SPARSE_DECODE_LSE, name="lse")
+
+
+def test_sources_are_those_of_this_place(tmp_path):
+    """Two copies of one source share the disk cache, but each finding names its own file."""
+    problem = Problem(h_q=4)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        path = Path(shutil.copy(NAIVE, tmp_path / name))
+        module = mla_cute.select_impl("cpu", str(path))
+        kernel = load(module, problem, module.default_config(problem), "sm_90a").modules[0]
+        assert str(path) in set(re.findall(r'\.file\s+\d+ "([^"]*)"', kernel.text))

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import operator
 import os
@@ -139,9 +140,10 @@ def load(module, problem, config, arch: str) -> Callable:
 
 
 def _compiled(module, problem, config, arch: str) -> Compiled:
-    """From the disk cache, or compiled and stored there."""
+    """From the disk cache, or compiled and stored there: by the place of the sources too, which the PTX names."""
     make = lambda: pickle.dumps(tuple(compile_for_emulation(module, problem, config, arch)))  # noqa: E731
-    return Compiled(*pickle.loads(jit.cached_bytes(jit.Job(module, problem, config, arch), ".emu", make)))
+    place = hashlib.sha256(repr((jit.PACKAGE, getattr(module, "__file__", None))).encode()).hexdigest()[:16]
+    return Compiled(*pickle.loads(jit.cached_bytes(jit.Job(module, problem, config, arch), f".{place}.emu", make)))
 
 
 def empty(shape: tuple, strides: tuple, dtype: torch.dtype) -> torch.Tensor:
