@@ -1,8 +1,11 @@
 """The library's own kernels in the emulator: numbers of the reference, no findings, under several schedules."""
 
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -175,12 +178,15 @@ def test_naive_example():
         assert_close(lse, expected[1], **SPARSE_DECODE_LSE, name="lse")
 
 
-def test_sources_are_those_of_this_place(tmp_path):
-    """Two copies of one source share the disk cache, but each finding names its own file."""
-    problem = Problem(h_q=4)
+def test_sources_are_those_of_this_copy(tmp_path):
+    """Copies of one source share the disk cache, but each names its own files: line numbers of another's may be gone."""
+    code = (
+        "from mla_cute import combine; from mla_cute.emulator.run import load; from mla_cute.validate import Problem\n"
+        "print(load(combine, Problem(h_q=1), None, 'sm_90a').modules[0].text)"
+    )
     for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        path = Path(shutil.copy(NAIVE, tmp_path / name))
-        module = mla_cute.select_impl("cpu", str(path))
-        kernel = load(module, problem, module.default_config(problem), "sm_90a").modules[0]
-        assert str(path) in set(re.findall(r'\.file\s+\d+ "([^"]*)"', kernel.text))
+        shutil.copytree(Path(mla_cute.__file__).parent, tmp_path / name / "mla_cute")
+        env = os.environ | {"PYTHONPATH": str(tmp_path / name), "MLA_CUTE_CACHE_DIR": str(tmp_path / "cache")}
+        ptx = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
+        files = set(re.findall(r'\.file\s+\d+ "([^"]*)"', ptx))
+        assert str(tmp_path / name / "mla_cute" / "combine.py") in files
