@@ -187,6 +187,7 @@ def test_sources_are_those_of_this_copy(tmp_path):
     for name in ("a", "b"):
         shutil.copytree(Path(mla_cute.__file__).parent, tmp_path / name / "mla_cute")
         env = os.environ | {"PYTHONPATH": str(tmp_path / name), "MLA_CUTE_CACHE_DIR": str(tmp_path / "cache")}
-        ptx = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
+        command = [sys.executable, "-c", code]
+        ptx = subprocess.run(command, cwd=tmp_path / name, env=env, check=True, capture_output=True, text=True).stdout
         files = set(re.findall(r'\.file\s+\d+ "([^"]*)"', ptx))
         assert str(tmp_path / name / "mla_cute" / "combine.py") in files
