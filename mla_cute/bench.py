@@ -313,6 +313,22 @@ def checked_times(call: Callable, expected: Expected, calls: int) -> dict:
     return kernel_times(call, calls) | ({"errors": errors(expected, *result)} if expected.exact else {})
 
 
+def captured(call: Callable) -> Callable:
+    """The call in a CUDA graph: each call of this replays it and returns the results that the replay has written."""
+    call()  # whatever is done once, compiling say, is not for the graph
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    for t in result:
+        t.fill_(float("nan"))  # what the check finds there is the replay's
+
+    def replay():
+        graph.replay()
+        return result
+
+    return replay
+
+
 # ----- sparse decode --------------------------------------------------------------------------------------------------
 
 
@@ -363,7 +379,7 @@ def sparse_decode(x: Inputs, problem, impl=None, changes: dict | None = None) ->
 
 
 def measure(
-    case: Case, calls=30, peers=(), impl=None, changes=None, oracle=False, sample_clocks=False, device="cuda"
+    case: Case, calls=30, peers=(), impl=None, changes=None, oracle=False, sample_clocks=False, graph=False, device="cuda"
 ) -> tuple[dict, list[str]]:
     """The record of a case, and which peers failed and why."""
     x = make_inputs(case, device)
@@ -371,7 +387,12 @@ def measure(
     ours = sparse_decode(x, case.problem, impl, changes)
     record = {"op": "sparse_decode"} | {name: getattr(case, name) for name in CASE_FIELDS}
     record |= {name: getattr(case, name) for name in MORE_FIELDS if getattr(case, name) != DEFAULTS[name]}
-    record |= checked_times(ours, expected, calls) | {"checked": True}
+
+    def times(call):
+        in_graph = {"graph_us": checked_times(captured(call), expected, calls)["us"]} if graph else {}
+        return checked_times(call, expected, calls) | in_graph
+
+    record |= times(ours) | {"checked": True}
     listed, distinct = counts(x)
     us, work = record["us"], flops(case, listed)
     record |= {"tflops": round(work / us / 1e6, 1), "gbps": round(num_bytes(case, distinct) / us / 1e3, 1)}
@@ -383,7 +404,7 @@ def measure(
     record["peers"], failed = {}, []
     for name in peers:
         try:
-            theirs = checked_times(PEERS[name](x), expected, calls)
+            theirs = times(PEERS[name](x))
         except Exception as e:  # the case is ours all the same
             failed.append(f"{name}: {reason(e)}")
             continue
@@ -548,7 +569,9 @@ def sparse_decode_cells(r: dict) -> dict:
     cells |= {"us (split / combine)": f"{r['us']:.1f} ({r['split_us']:.1f} / {r['combine_us']:.1f})"}
     cells |= {"TFLOPS": f"{r['tflops']:.0f}", "GB/s": f"{r['gbps']:.0f}"}
     cells |= {"of the bound": f"{share['bound_share']:.0%} {share['bound']}" if share else "-"}
-    cells |= {"FlashMLA us": f"{peer['us']:.1f}" if peer else "-"}
+    graph = [f"{side['graph_us']:.1f}" if "graph_us" in side else "-" for side in (r, peer or {})]
+    cells |= {"in a graph, us": graph[0], "FlashMLA us": f"{peer['us']:.1f}" if peer else "-"}
+    cells |= {"in a graph, FlashMLA's us": graph[1]}
     cells |= {"FlashMLA / ours": f"{peer['us'] / r['us']:.2f}" if peer else "-"}
     both = [side["errors"]["out_rms"] for side in (r, peer or {}) if "errors" in side]
     return cells | {"rms error, ours / FlashMLA's": f"{both[0] / both[1]:.3f}" if len(both) == 2 else "-"}
@@ -762,6 +785,7 @@ def parser() -> argparse.ArgumentParser:
     decode.add_argument("--set", action="append", default=[], help="field=value of Config, a Python literal")
     decode.add_argument("--errors", action="store_true", help="record errors against an fp64 oracle")
     decode.add_argument("--clocks", action="store_true", help="record SM clock and power under each case")
+    decode.add_argument("--graph", action="store_true", help="time each call in a CUDA graph too")
     decode.add_argument("--plot", type=Path, metavar="DIR", help="write roofline.svg and ratios.svg there")
     commands.add_parser("host", help="CPU time per call, and of all but the launch")
     commands.add_parser("first-call", help="seconds of a process's first call")
@@ -825,7 +849,7 @@ def measure_all(args) -> None:
         changes = changes_of(args.set, module.default_config(cases[0].problem))
         if len(cases) > 1:
             compile_ahead(cases, args.impl, changes)
-        options = (args.n, args.peers, args.impl, changes, args.errors, args.clocks)
+        options = (args.n, args.peers, args.impl, changes, args.errors, args.clocks, args.graph)
         jobs = [(str(case), lambda case=case: measure(case, *options)) for case in cases]
     records, failures = run(jobs, provenance(args.commit), args.json)
     print(f"\n{len(records)} of {len(jobs)} cases, {failures} failures, {time.perf_counter() - started:.0f} s")

@@ -562,6 +562,26 @@ def test_a_run(tmp_path, capsys, as_if_gpu, flash_mla):
     assert "2 of 2 cases, 0 failures" in printed and "| 1.000 |" in printed
 
 
+def test_in_a_graph(tmp_path, capsys, monkeypatch, as_if_gpu, flash_mla):
+    monkeypatch.setattr(bench, "captured", lambda call: call)
+    path = tmp_path / "r.json"
+    assert run_main("sparse_decode", "--case", CASE, "--graph", "--peers", "flash_mla", "--json", path) == 0
+    (r,) = json.loads(path.read_text())
+    assert [r["graph_us"], r["us"], r["peers"]["flash_mla"]["graph_us"], r["peers"]["flash_mla"]["us"]] == [10, 20, 30, 40]
+    printed = capsys.readouterr().out
+    assert "| in a graph, us | FlashMLA us | in a graph, FlashMLA's us |" in printed and "| 10.0 | 40.0 | 30.0 |" in printed
+
+
+@pytest.mark.gpu
+def test_captured():
+    """A replay computes: results from the capture's own run would be NaN."""
+    x = torch.arange(8.0, device="cuda")
+    replay = bench.captured(lambda: (2 * x, x + 1))
+    for _ in range(2):
+        x += 1
+        assert [t.tolist() for t in replay()] == [(2 * x).tolist(), (x + 1).tolist()]
+
+
 def test_a_failure_does_not_end_the_run(tmp_path, capsys, monkeypatch, as_if_gpu):
     fake = FakeFlashMLA(refuses="no kernel for this\nand a trace")
     monkeypatch.setitem(sys.modules, "flash_mla", fake)
