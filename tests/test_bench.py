@@ -563,13 +563,15 @@ def test_a_run(tmp_path, capsys, as_if_gpu, flash_mla):
 
 
 def test_in_a_graph(tmp_path, capsys, monkeypatch, as_if_gpu, flash_mla):
-    monkeypatch.setattr(bench, "captured", lambda call: call)
+    monkeypatch.setattr(bench, "graph_times", lambda call, expected, n: call() and {"graph_us": n + 1.0, "warm_graph_us": n - 1.0})
     path = tmp_path / "r.json"
     assert run_main("sparse_decode", "--case", CASE, "--graph", "--peers", "flash_mla", "--json", path) == 0
     (r,) = json.loads(path.read_text())
-    assert [r["graph_us"], r["us"], r["peers"]["flash_mla"]["graph_us"], r["peers"]["flash_mla"]["us"]] == [10, 20, 30, 40]
+    for side in (r, r["peers"]["flash_mla"]):
+        assert (side["graph_us"], side["warm_graph_us"]) == (31, 29)
     printed = capsys.readouterr().out
-    assert "| in a graph, us | FlashMLA us | in a graph, FlashMLA's us |" in printed and "| 10.0 | 40.0 | 30.0 |" in printed
+    assert "| in a graph, us (cold / warm L2) | FlashMLA us | in a graph |" in printed
+    assert "| 31.0 / 29.0 | 20.0 | 31.0 / 29.0 |" in printed
 
 
 @pytest.mark.gpu
@@ -580,6 +582,18 @@ def test_captured():
     for _ in range(2):
         x += 1
         assert [t.tolist() for t in replay()] == [(2 * x).tolist(), (x + 1).tolist()]
+
+
+@pytest.mark.gpu
+def test_graph_times():
+    """Of ten calls in a graph each takes a tenth; a wrong result has no time."""
+    case = Case(b=2, h_q=16, s_kv=200, topk=64)
+    x = make_inputs(case, "cuda")
+    call, expected = bench.sparse_decode(x, case.problem), bench.expect(x)
+    times = bench.graph_times(call, expected, 5)
+    assert 1 < times["warm_graph_us"] < 1.2 * times["graph_us"] + 5
+    with pytest.raises(AssertionError):
+        bench.graph_times(lambda: [2 * t for t in call()], expected, 5)
 
 
 def test_a_failure_does_not_end_the_run(tmp_path, capsys, monkeypatch, as_if_gpu):
