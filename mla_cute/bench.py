@@ -314,7 +314,7 @@ def checked_times(call: Callable, expected: Expected, calls: int) -> dict:
 
 
 def captured(call: Callable, n: int = 1) -> Callable:
-    """n calls in a CUDA graph: each call of this replays it and returns the last one's results, as the replay has written them."""
+    """n calls in a CUDA graph: a call of this replays it and returns the last one's results, which the replay has written."""
     call()  # whatever is done once, compiling say, is not for the graph
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -331,7 +331,7 @@ def captured(call: Callable, n: int = 1) -> Callable:
 
 
 def graph_times(call: Callable, expected: Expected, calls: int) -> dict:
-    """us of a call in a CUDA graph, medians: alone with a cold L2, and one of ten behind one another, from events around them."""
+    """us of a call in a CUDA graph, medians: alone with a cold L2; one of ten behind one another, from events around them."""
     ten, events = captured(call, 10), [torch.cuda.Event(enable_timing=True) for _ in range(2 * calls)]
     check(expected, *ten())
     for start, end in zip(events[::2], events[1::2]):
