@@ -241,8 +241,8 @@ class Combine:
             for k in cutlass.range_constexpr(PIECES):
                 weight, is_empty = [], []
                 for r in (0, 1):
-                    w = cute.math.exp2(lses[r, k] - exponent[r], fastmath=True)  # 0 past the last piece
-                    is_empty.append(w == 0.0)
+                    w = cute.math.exp2(lses[r, k] - exponent[r], fastmath=True)
+                    is_empty.append(lses[r, k] == -INF)  # or past the last piece
                     weight.append(cutlass.select_(is_empty[r], Float32(0), w * scales[r, k]))
                 for u in cutlass.range_constexpr(BLOCK):
                     words, values = cute.make_rmem_tensor(4, Uint32), cute.make_rmem_tensor(8, Float32)

@@ -206,6 +206,21 @@ def test_combine_in_the_emulator(case, strided):
             check(*run(t, torch.device("cpu"), strided=strided, load=load), t)
 
 
+@pytest.mark.emulate
+def test_nan_is_seen_whatever_its_piece_weighs():
+    """As in a whole request, where 0 * NaN is NaN too. Only a piece without a key may hold anything."""
+    from mla_cute import emulator
+    from mla_cute.emulator.run import load
+
+    t = make_partials([8], 12, h_q=1, sink=False, empty=0.0)
+    slots, slot = 2 * len(t.metadata), reference.partial_pieces(t.metadata, 1)[3].slot
+    t.scratch[slots * 2 * 4096 + slot] = -1000.0  # its lse: the weight is 0 in fp32
+    t.scratch[slot * 2 * 4096 :].view(torch.float16)[0] = math.nan  # head 0, column 0
+    with emulator.session():
+        out, _ = run(t, torch.device("cpu"), load=load)
+    assert out[0, 0, 0, 0].isnan() and out[0, 0, 0, 1:].isfinite().all()
+
+
 @pytest.mark.gpu
 def test_extreme_weights(device):
     """Pieces whose lse lie hundreds of powers of two apart: most weights are 0, none may overflow."""
