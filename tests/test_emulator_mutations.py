@@ -20,6 +20,7 @@ from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_
 from mla_cute.validate import Problem
 
 pytestmark = pytest.mark.emulate
+SHARES = 4
 # Whole requests between others in one part, so that slots are used again behind an epilogue; requests of one block behind one
 # another, so that two blocks in a row raise their maxima; one in two pieces, which the main kernel merges, and one in three.
 H_Q, LENGTHS, NUM_PARTS = 64, (64, 20, 40, 180, 630, 100), 4
@@ -138,13 +139,20 @@ def test_the_kernel_itself_has_no_findings(kernel, case):
     assert trouble(kernel, case, range(8)) is None
 
 
-def test_every_synchronisation_is_missed_when_it_is_gone(kernel, case):
+@pytest.mark.parametrize("share", range(SHARES))  # for test runs on several cores
+def test_every_synchronisation_is_missed_when_it_is_gone(kernel, case, share):
     found = places(kernel)
     assert len(found) > 60
+    kinds = sorted(set(found.values()))[share::SHARES]
     # In schedule 2 the pair's first part ends last.
-    unnoticed = [i for i in found if trouble(without(kernel, i), case, range(3)) is None]
+    unnoticed = [i for i in found if found[i] in kinds and trouble(without(kernel, i), case, range(3)) is None]
     lines = kernel.modules[0].text.split("\n")
-    assert Counter(found[i] for i in unnoticed) == UNNOTICED, "\n".join(f"{i + 1}: {lines[i]}" for i in unnoticed)
+    expected = Counter({kind: n for kind, n in UNNOTICED.items() if kind in kinds})
+    assert Counter(found[i] for i in unnoticed) == expected, "\n".join(f"{i + 1}: {lines[i]}" for i in unnoticed)
+
+
+def test_what_goes_unnoticed_is_there(kernel):
+    assert set(UNNOTICED) <= set(places(kernel).values())
 
 
 def test_two_pieces_that_look_at_the_same_time(kernel, case):
