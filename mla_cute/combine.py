@@ -68,9 +68,13 @@ def normalise(top: Float32, total: Float32, sink_log2: Float32 | None) -> tuple[
 
 
 class Combine:
-    """The combine of one problem, launched by a host function that has just launched the main kernel on `stream`."""
+    """The combine of one problem, launched by a host function that has just launched the main kernel on `stream`.
 
-    def __init__(self, problem: Problem):
+    fewest: pieces of a request that it takes, 2 or 3; of fewer the main kernel makes the result.
+    """
+
+    def __init__(self, problem: Problem, fewest: int = 3):
+        self.fewest = fewest
         self.h_q, self.d_v = problem.h_q, problem.d_v
         self.groups = -(-problem.h_q // GROUP)
 
@@ -87,12 +91,12 @@ class Combine:
         max_splits: Int32,  # the most pieces that a request may be in
         stream,
     ):
-        """Writes out and lse of the requests in three pieces or more; the others are left as the main kernel wrote them.
+        """Writes out and lse of the requests in `fewest` pieces or more; the others are left as the main kernel wrote them.
 
         Programmatic dependent launch: the main kernel must be launched without it, and may trigger early.
         """
-        # Each of these requests begins in one part and has at least one for itself.
-        most = min(out.shape[0], (metadata.shape[0] - 1) // 2)
+        # Each of these requests begins in one part and has at least one for itself, or one to end in.
+        most = min(out.shape[0], (metadata.shape[0] - 1) // (self.fewest - 1))
         shares = Int32(1)
         if max_splits >= 32:
             shares = Int32(MAX_SHARES)
@@ -101,7 +105,7 @@ class Combine:
         elif max_splits >= 8:
             shares = Int32(2)
         ctas = min(most * out.shape[1] * (self.groups * UNITS // BLOCK) * shares // WARPS, MAX_CTAS)
-        if (max_splits > 2) & (ctas > 0):
+        if (max_splits >= self.fewest) & (ctas > 0):
             self.kernel(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse, shares).launch(
                 grid=[ctas, 1, 1],
                 block=[THREADS, 1, 1],
@@ -140,14 +144,16 @@ class Combine:
         num_parts = metadata.shape[0]
         for first in cutlass.range(0, num_parts, THREADS, unroll=1):  # once, but for plans larger than any GPU's
             # The plan is older than the main kernel: it may be read while that one still runs. A part that holds split 1 of
-            # a request, and has split 2 behind it, owns the merge.
+            # a request, and, if two pieces are too few, has split 2 behind it, owns the merge.
             part = first + tid
             split, next_split = Int32(0), Int32(0)
             if part < num_parts:
                 split = metadata[part, 4]
             if part + 1 < num_parts:
                 next_split = metadata[part + 1, 4]
-            is_owner = (split == 1) & (next_split == 2)
+            is_owner = split == 1
+            if const_expr(self.fewest > 2):
+                is_owner = is_owner & (next_split == 2)
             owners = cute.arch.vote_ballot_sync(is_owner)
             if first > 0:
                 cute.arch.sync_threads()  # the last round's are read
