@@ -73,7 +73,7 @@ class Config:
 
     tile_n: int = TILE_N  # keys of a block; the plan counts in it
     fixed_overhead_blocks: int | None = None  # what the plan charges for beginning a request; None: `schedule.overhead`
-    registers: tuple[int, int, int] = (224, 72, 208)  # softmax, the four single warps, dequant; 504 are there
+    registers: tuple[int, int, int] = (208, 104, 192)  # softmax, the four single warps, dequant; 504 are there
     raw_slots: int = 3  # of RAW_TOKENS raw records
     index_slots: int = 4  # blocks whose rows are looked up ahead
     rescale_bits: float = 8.0  # O is rescaled when a row's maximum has grown by more than a factor of 2 to this
@@ -950,8 +950,9 @@ class SparseDecode:
     ):  # fmt: skip
         """O to out as bf16, by TMA: in four rounds each half of the threads makes a tile of 64 columns."""
         half, row = cute.arch.make_warp_uniform(t // TILE_M), t % TILE_M
-        # The exchange buffer: all four warps are done with it, or the last P would not have been multiplied.
-        staging = shared.exchange + half * TILE_BYTES
+        # That half of the exchange buffer to which these two warps give their scores: all four warps are done with it, or the last
+        # P would not have been multiplied; and nobody else writes there next.
+        staging = shared.exchange + (1 - half) * TILE_BYTES
         for i in cutlass.range_constexpr(4):
             for k in cutlass.range_constexpr(2):
                 o = tmem_load(tmem + (64 * i + 32 * k), 32)

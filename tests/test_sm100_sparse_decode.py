@@ -1,0 +1,242 @@
+"""The Blackwell kernel, which no GPU here runs: what the compiler makes of it (compile) and its numbers in the emulator
+(emulate)."""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+import mla_cute
+import mla_cute.sm100.sparse_decode as sm100
+from mla_cute import emulator, jit, reference, schedule
+from mla_cute.emulator import Options
+from mla_cute.emulator.run import load
+from mla_cute.kv_cache import MODEL1, V32
+from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_bitwise, assert_close, make_inputs
+from mla_cute.validate import Problem
+
+ARCH = "sm_100a"
+LENGTHS = {"has_topk_length": True, "has_attn_sink": True}
+EXTRA = {**LENGTHS, "has_extra": True, "has_extra_topk_length": True}
+OF_MODEL1 = {"kv_format": "model1", "d_qk": 512}
+
+
+def check(result, expected):
+    assert_close(result[0], expected[0], **SPARSE_DECODE_OUT, name="out")
+    assert_close(result[1], expected[1], **SPARSE_DECODE_LSE, name="lse")
+
+
+# ---- cpu tier ----
+
+
+def test_blackwell_gets_this_kernel():
+    assert jit.arch_module("sparse_decode", "sm_100a") is sm100
+    assert jit.arch_module("sparse_decode", "sm_103a") is sm100
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tile_n": 32}, "tile_n must be 64, got 32"),
+        ({"fixed_overhead_blocks": 0}, "fixed_overhead_blocks must be at least 1, got 0"),
+        ({"registers": (208, 104, 200)}, r"together at most 504, got \(208, 104, 200\)"),
+        ({"registers": (210, 96, 192)}, "multiples of 8"),
+        ({"registers": (208, 16, 192)}, "in 24..256"),
+        ({"registers": (208, 104)}, "registers must be a tuple of 3 ints"),
+        ({"raw_slots": 1}, "raw_slots must be at least 2, got 1"),
+        ({"raw_slots": 4}, r"shared memory needs \d+ bytes, the limit is 232448"),
+        ({"index_slots": 2.0}, "index_slots: must be an int, got 2.0"),
+        ({"rescale_bits": 8}, "rescale_bits must be a float in 0..64, got 8"),
+        ({"rescale_bits": -1.0}, "rescale_bits must be a float in 0..64, got -1.0"),
+    ],
+    ids=str,
+)
+def test_config_refuses(change, words):
+    problem = Problem(h_q=64)
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(sm100.default_config(problem), **change).check(problem)
+
+
+def test_config_refuses_another_format():
+    problem = dataclasses.replace(Problem(h_q=64), kv_format="model2")
+    with pytest.raises(NotImplementedError, match="cache of v32 or model1, got sparse_decode on model2"):
+        sm100.default_config(problem).check(problem)
+
+
+def test_shared_memory_is_counted_to_the_byte_and_fits():
+    for fmt, fields in ((V32, {}), (MODEL1, OF_MODEL1)):
+        config = sm100.default_config(Problem(h_q=64, **fields))
+        assert config.smem_bytes(fmt) <= 227 * 1024
+        more = dataclasses.replace(config, raw_slots=config.raw_slots + 1)
+        assert more.smem_bytes(fmt) > 227 * 1024  # the default has as many as there is room for
+
+
+@pytest.mark.parametrize(
+    ("h_q", "s_q", "parts"), [(128, 1, 74), (128, 2, 37), (64, 1, 148), (1, 1, 148), (96, 1, 74), (128, 200, 1)]
+)
+def test_parts_fill_the_chip_once(h_q, s_q, parts):
+    problem = Problem(h_q=h_q)
+    assert sm100.default_config(problem).num_parts(problem, s_q, 148) == parts
+
+
+# ---- compile tier ----
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+@pytest.mark.parametrize("fields", [{"h_q": 64}, {"h_q": 128, **OF_MODEL1, **EXTRA}], ids=["v32", "model1-all"])
+def test_compiles_without_spills(fields, arch):
+    problem = Problem(**fields)
+    config = sm100.default_config(problem)
+    seen = jit.inspect(sm100, problem, config, arch)
+    main = [usage for name, usage in seen.resources.items() if name.startswith("mla_sparse_decode_sm100")]
+    assert len(main) == 1 and len(seen.resources) == 2  # and the combine
+    for name, usage in seen.resources.items():
+        assert (usage["STACK"], usage["LOCAL"]) == (0, 0), (name, usage)
+    assert main[0]["REG"] == 168  # at entry: 65,536 over 384 threads
+    assert seen.spill_bytes == 0 and seen.advisories == ()
+    (ptx,) = seen.ptx
+    assert f".target {arch}" in ptx
+    assert "ld.local" not in ptx and "st.local" not in ptx
+    for count in config.registers:
+        assert f"sync.aligned.u32 {count};" in " ".join(ptx.replace("\t", " ").split()), count
+    rope = problem.d_qk - 512
+    counts = Counter(re.findall(r"\btcgen05\.\w+(?:\.ws)?\b", ptx))
+    # QK: half of the dims in steps of 16. PV: 4 steps of 16 keys in both halves of d_v. Q to tensor memory: 8 columns at a time.
+    assert counts["tcgen05.mma.ws"] == problem.d_qk // 2 // 16 + 2 * 4
+    assert counts["tcgen05.mma"] == 0
+    assert counts["tcgen05.cp"] == problem.d_qk // 2 // 16
+    assert counts["tcgen05.alloc"] == counts["tcgen05.dealloc"] == counts["tcgen05.relinquish_alloc_permit"] == 1
+    assert set(re.findall(r"tcgen05\.alloc\S+ \[%r\d+\], (\d+)", ptx)) == {"512"}
+    # Two halves of 8 groups of raw records, 16 groups of rope (V32's in two pieces).
+    assert ptx.count("global.tile::gather4.") == 16 + 16 * (2 if rope else 1)
+    assert ptx.count("cvt.rn.bf16x2.e4m3x2") == (problem.d_qk - 64) * 64 // 128 // 2  # of 128 threads, two codes each
+    assert "griddepcontrol.launch_dependents" in ptx and "griddepcontrol.wait" in ptx
+
+
+@pytest.mark.compile
+def test_the_planner_compiles_for_sm_103a():  # for sm_100a: tests/test_schedule.py
+    from mla_cute import schedule_kernel
+
+    seen = jit.inspect(schedule_kernel, schedule_kernel.PlanProblem(True, False, True), None, "sm_103a")
+    assert seen.spill_bytes == 0 and seen.advisories == ()
+
+
+# ---- emulate tier ----
+
+
+SCHEDULES = 8
+FEW = 3  # of the cases that only vary a size
+# (case, SMs of the GPU that the plan is made for, schedules): formats, 1 to 128 heads, 1 to 6 blocks of keys, split and whole
+# requests. Few problems, because compiling one takes longer than to run it.
+CASES = [
+    (Case(b=3, h_q=64, s_kv=400, topk=320, topk_length=True, sink=True, holes=True, seed=2), 9, SCHEDULES),
+    (Case(b=5, h_q=64, s_kv=200, topk=130, topk_length=True, sink=True, duplicates=True, outside=True), 1, SCHEDULES),
+    (Case(b=1, h_q=64, s_kv=70, topk=65, topk_length=True, sink=True, all_invalid=True), 2, FEW),
+    (Case(b=2, h_q=64, s_kv=100, topk=70, topk_length=True, sink=True, zero_length=True, seed=3), 3, FEW),
+    (Case(b=2, h_q=64, s_kv=300, topk=1, topk_length=True, sink=True, page_block_size=1, scales="amax"), 2, FEW),
+    (Case(b=2, h_q=128, s_kv=200, topk=130, holes=True, page_block_size=53, scales="random"), 6, SCHEDULES),
+    (Case(b=2, h_q=16, s_q=2, s_kv=150, topk=133, page_block_size=16, odd_rows=True, extra_topk=70,
+          extra_page_block_size=5, sink=True), 4, FEW),
+    (Case(b=2, h_q=1, s_kv=90, topk=33, topk_length=True, extra_topk=129, extra_page_block_size=3, holes=True), 4, FEW),
+    (Case(b=2, h_q=64, s_kv=90, topk=70, kv_format="model1", page_block_size=61, sink=True, outside=True,
+          topk_length=True), 3, SCHEDULES),
+    (Case(b=4, h_q=64, s_kv=300, topk=190, kv_format="model1", sink=True, holes=True, topk_length=True,
+          scales="random"), 2, SCHEDULES),
+    (Case(b=2, h_q=128, s_kv=150, topk=100, kv_format="model1", page_block_size=7, topk_length=True, odd_rows=True,
+          extra_topk=70, extra_page_block_size=5, extra_topk_length=True, sink=True), 3, SCHEDULES),
+    (Case(b=2, h_q=1, s_kv=90, topk=70, kv_format="model1", page_block_size=2), 3, FEW),
+]  # fmt: skip
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("case, num_sms, schedules", CASES, ids=lambda x: str(x))
+def test_emulated(case, num_sms, schedules):
+    x = make_inputs(case)
+    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+    config = dataclasses.replace(sm100.default_config(case.problem), fixed_overhead_blocks=1)  # splits small requests too
+    first = None
+    for n in range(schedules):
+        with emulator.session(arch=ARCH, num_sms=num_sms, options=Options.schedule(n)) as s:  # strict: a finding raises
+            result = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), config=config, backend="emulator")
+        assert s.findings == []
+        check(result, expected)
+        first = first or result
+        assert_bitwise(result[0], first[0], name="out")  # whatever the order of the warps
+        assert_bitwise(result[1], first[1], name="lse")
+
+
+@pytest.mark.emulate
+def test_the_cases_split_and_do_not_split():
+    splits = []
+    for case, num_sms, _ in CASES:
+        x = make_inputs(case)
+        config = dataclasses.replace(sm100.default_config(case.problem), fixed_overhead_blocks=1)
+        with emulator.session(arch=ARCH, num_sms=num_sms):
+            plan = mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs(), config=config, backend="emulator")
+        splits += plan.num_splits.diff().tolist()
+    assert {1, 2, 3} <= set(splits)
+
+
+def pieces(h_q, kv_format):
+    """Whole requests, one in two pieces and one in three, two of which the same part begins and ends in; some are empty."""
+    lengths = (40, 64, 100, 384, 10)
+    plan = reference.plan(lengths, 4, fixed_overhead_blocks=0)
+    assert plan[1].diff().tolist() == [1, 1, 2, 3, 1]
+    x = make_inputs(
+        Case(b=5, h_q=h_q, s_q=2, s_kv=400, topk=384, kv_format=kv_format, sink=True, strided=False, holes=True)
+    )
+    token = x.indices.max()  # one that is listed: the others hold NaN
+    x.indices[2, 0, :64] = -1  # the first piece
+    x.indices[3, 0, 320:] = -1  # the last one
+    x.indices[2:4, 1] = -1  # all of them
+    x.indices[2, :, 70] = token  # but the second
+    x.indices[1, 1] = -1
+    topk_length = torch.tensor(lengths, dtype=torch.int32)
+    ours = {"softmax_scale": x.softmax_scale, "topk_length": topk_length, "attn_sink": x.attn_sink}
+    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **ours)
+    assert (expected[1][3, 1] == math.inf).all() and expected[1][2].isfinite().all()
+    return x, topk_length, plan, expected
+
+
+def run_pieces(kernel, x, topk_length, plan, expected, n, strict=True):
+    """(findings, out, lse); scratch holds NaN."""
+    scratch = torch.full((schedule.scratch_size(4, 2, x.q.shape[2]),), math.nan)
+    out, lse = (torch.full(t.shape, math.nan, dtype=t.dtype) for t in expected)
+    args = x.attn_sink, float(x.softmax_scale), *plan, scratch, out, lse, 3, 12345
+    with emulator.session(arch=ARCH, options=Options.schedule(n), strict=strict) as s:
+        kernel(x.q, x.kv_cache.view(torch.uint8), x.indices, topk_length, None, None, None, *args)
+    return s.findings, out, lse
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("h_q, kv_format", [(64, "v32"), (20, "model1"), (128, "v32")])
+def test_two_pieces_and_three(h_q, kv_format):
+    inputs = pieces(h_q, kv_format)
+    problem = Problem(h_q=h_q, d_qk=inputs[0].q.shape[3], kv_format=kv_format, **LENGTHS)
+    kernel = load(sm100, problem, sm100.default_config(problem), ARCH)
+    first = None
+    for n in range(5):
+        _, *result = run_pieces(kernel, *inputs, n)
+        check(result, inputs[3])
+        first = first or result
+        assert_bitwise(result[0], first[0], name="out")
+        assert_bitwise(result[1], first[1], name="lse")
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("lengths", [(640, 64, 640), (1, 640, 65), (0, 0, 0)])
+def test_a_plan_older_than_the_lengths_ends(lengths):
+    """A part that begins at a block which its request no longer has: no hang, and no finding in reads or barriers."""
+    x = make_inputs(Case(b=3, h_q=64, s_kv=700, topk=640, topk_length=True, sink=True))
+    old = torch.tensor([640, 640, 640], dtype=torch.int32)
+    x.topk_length.copy_(torch.tensor(lengths))
+    with emulator.session(arch=ARCH, num_sms=2):
+        config = dataclasses.replace(sm100.default_config(Problem(h_q=64)), fixed_overhead_blocks=5)
+        plan = mla_cute.plan_decode(x.q, x.indices, topk_length=old, backend="emulator", config=config)
+        assert plan.metadata[1, 2] == 8  # where part 1 begins in request 1
+        result = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=plan, backend="emulator")
+    check(result, reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs()))
