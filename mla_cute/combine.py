@@ -40,7 +40,7 @@ THREADS = 32 * WARPS
 BLOCK = 2  # units of a warp, which share the weights
 PIECES = 4  # in a lane's registers: with BLOCK units of each 8 loads are in flight
 MAX_SHARES = 8  # warps among which the pieces are divided
-MAX_CTAS = 264  # two an SM: what registers allow
+CTAS_PER_SM = 2  # what registers allow
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 INF = float("inf")
@@ -76,7 +76,7 @@ class Combine:
     def __init__(self, problem: Problem, fewest: int = 3):
         self.fewest = fewest
         self.h_q, self.d_v = problem.h_q, problem.d_v
-        self.groups = -(-problem.h_q // GROUP)
+        self.groups, self.head_tiles = -(-problem.h_q // GROUP), problem.head_tiles
 
     @cute.jit
     def launch(
@@ -104,7 +104,8 @@ class Combine:
             shares = Int32(4)
         elif max_splits >= 8:
             shares = Int32(2)
-        ctas = min(most * out.shape[1] * (self.groups * UNITS // BLOCK) * shares // WARPS, MAX_CTAS)
+        sms = metadata.shape[0] * out.shape[1] * self.head_tiles  # of the main kernel: a CTA each
+        ctas = min(most * out.shape[1] * (self.groups * UNITS // BLOCK) * shares // WARPS, CTAS_PER_SM * sms)
         if (max_splits >= self.fewest) & (ctas > 0):
             self.kernel(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse, shares).launch(
                 grid=[ctas, 1, 1],

@@ -269,6 +269,8 @@ def _prepare(problem, plan, config, impl, backend, q, kv_cache, indices, extra_k
     else:
         kernel_config = module.default_config(problem) if config is None else config
     kernel_config.check(problem)
+    if hasattr(module, "check_caches"):
+        module.check_caches(kv_cache, extra_kv_cache)
     tile_n = kernel_config.tile_n
     where.admit(b * s_q * problem.head_tiles * (-(-topk // tile_n) + -(-extra_topk // tile_n)))
     parts = kernel_config.num_parts(problem, s_q, where.num_sms) if plan is None else plan.num_parts

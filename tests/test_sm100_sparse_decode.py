@@ -82,6 +82,43 @@ def test_parts_fill_the_chip_once(h_q, s_q, parts):
     assert sm100.default_config(problem).num_parts(problem, s_q, 148) == parts
 
 
+def cache_of(pages, stride, token_bytes=656, page_block_size=64):
+    return torch.empty_strided(
+        (pages, page_block_size, 1, token_bytes), (stride, token_bytes, token_bytes, 1), dtype=torch.uint8, device="meta"
+    )
+
+
+def test_page_strides_that_tma_reaches():
+    """Rows of 16 bytes reach 32 GiB; whole records all that an index can name."""
+    sm100.check_caches(cache_of(800_000, 64 * 656 + 16))
+    sm100.check_caches(cache_of(30_000_000, 64 * 656))
+    sm100.check_caches(cache_of(1, 12345))  # of one page: never used
+    sm100.check_caches(cache_of(3_500_000, 64 * 576 + 1024, 584), cache_of(3, 40_000, 584))  # rows of 64 bytes
+
+
+@pytest.mark.parametrize(
+    ("cache", "words"),
+    [
+        (cache_of(900_000, 42_000), "a multiple of 656 bytes .a record., such as 42640, in a cache of 900000 pages: TMA "
+         r"reaches 2\*\*31 - 1 rows, of 16 bytes with this stride, got 42000"),
+        (cache_of(4_000_000, 64 * 576 + 1024, 584), "a multiple of 576 bytes .a record., such as 38016, .* rows, of 64 bytes"),
+        (cache_of(30_000_000, 656 * 72), "a multiple of 656 bytes .a record., at most 46576, .*, got 47232"),
+    ],
+    ids=["v32", "model1", "far"],
+)  # fmt: skip
+def test_page_strides_that_tma_does_not_reach(cache, words):
+    for name, caches in (("kv_cache", (cache, None)), ("extra_kv_cache", (cache_of(1, 656), cache))):
+        with pytest.raises(ValueError, match=rf"^{name}: page stride \(dim 0\) must be {words}"):
+            sm100.check_caches(*caches)
+
+
+def test_calls_are_refused_before_they_compile(monkeypatch):
+    x = make_inputs(Case(b=1, h_q=3, topk=5, s_kv=9))
+    monkeypatch.setattr(sm100, "MAX_ROWS", 100)
+    with emulator.session(arch=ARCH), pytest.raises(ValueError, match="^kv_cache: page stride .dim 0. must be a multiple"):
+        mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, backend="emulator")
+
+
 # ---- compile tier ----
 
 
@@ -105,7 +142,7 @@ def test_compiles_without_spills(fields, arch):
         assert f"sync.aligned.u32 {count};" in " ".join(ptx.replace("\t", " ").split()), count
     rope = problem.d_qk - 512
     counts = Counter(re.findall(r"\btcgen05\.\w+(?:\.ws)?\b", ptx))
-    # QK: half of the dims in steps of 16. PV: 4 steps of 16 keys in both halves of d_v. Q to tensor memory: 8 columns at a time.
+    # QK: half of the dims in steps of 16. PV: 4 steps of 16 keys, both halves of d_v. Q to tensor memory: 8 columns at once.
     assert counts["tcgen05.mma.ws"] == problem.d_qk // 2 // 16 + 2 * 4
     assert counts["tcgen05.mma"] == 0
     assert counts["tcgen05.cp"] == problem.d_qk // 2 // 16
@@ -213,13 +250,13 @@ def run_pieces(kernel, x, topk_length, plan, expected, n, strict=True):
 
 
 @pytest.mark.emulate
-@pytest.mark.parametrize("h_q, kv_format", [(64, "v32"), (20, "model1"), (128, "v32")])
-def test_two_pieces_and_three(h_q, kv_format):
+@pytest.mark.parametrize("h_q, kv_format, schedules", [(64, "v32", 4), (20, "model1", 3), (128, "v32", 2)])
+def test_two_pieces_and_three(h_q, kv_format, schedules):
     inputs = pieces(h_q, kv_format)
     problem = Problem(h_q=h_q, d_qk=inputs[0].q.shape[3], kv_format=kv_format, **LENGTHS)
     kernel = load(sm100, problem, sm100.default_config(problem), ARCH)
     first = None
-    for n in range(5):
+    for n in range(schedules):
         _, *result = run_pieces(kernel, *inputs, n)
         check(result, inputs[3])
         first = first or result
@@ -240,3 +277,20 @@ def test_a_plan_older_than_the_lengths_ends(lengths):
         assert plan.metadata[1, 2] == 8  # where part 1 begins in request 1
         result = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=plan, backend="emulator")
     check(result, reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs()))
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("kv_format, page_block_size, gap", [("v32", 64, 16), ("v32", 1, 656), ("model1", 7, 64 - 56)])
+def test_pages_that_are_no_whole_records_apart(kv_format, page_block_size, gap):
+    """Rows of 16 and of 64 bytes, and whole records; NaN in the gaps."""
+    case = Case(b=2, h_q=64, s_kv=150, topk=100, topk_length=True, sink=True, kv_format=kv_format,
+                page_block_size=page_block_size, strided=False)  # fmt: skip
+    x = make_inputs(case)
+    pages, size = x.kv_cache.shape[0], page_block_size * case.format.bytes_per_token
+    memory = torch.full((pages, size + gap), 0xFF, dtype=torch.uint8)
+    memory[:, :size] = x.kv_cache.as_strided((pages, size), (x.kv_cache.stride(0), 1))
+    token_bytes = case.format.bytes_per_token
+    cache = memory.as_strided(x.kv_cache.shape, (size + gap, token_bytes, token_bytes, 1))
+    expected = reference.sparse_decode(x.q, cache, x.indices, **x.kwargs())
+    with emulator.session(arch=ARCH, num_sms=2, options=Options.schedule(2)):
+        check(mla_cute.sparse_decode(x.q, cache, x.indices, **x.kwargs(), backend="emulator"), expected)

@@ -1,6 +1,7 @@
 """DOC"""
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import cutlass.memory
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
 
 from .. import jit
-from ..combine import GROUP, HALF, SCALES, Combine, normalise, partials
+from ..combine import GROUP, SCALES, Combine, normalise, partials
 from ..kv_cache import MODEL1, V32, KVFormat
 from ..validate import Problem, check_int
 from .helpers import (
@@ -133,6 +134,26 @@ class Config:
 def default_config(problem: Problem) -> Config:
     """As many raw slots as shared memory holds: MODEL1's records are smaller."""
     return Config(raw_slots=4 if problem.kv_format == "model1" else 3)
+
+
+def check_caches(kv_cache, extra_kv_cache=None) -> None:
+    """Raises ValueError naming a cache whose records gather4 cannot reach: it counts rows in int32, and rows lie as far
+    apart as the largest number of bytes that divides both record and page stride."""
+    for name, cache in (("kv_cache", kv_cache), ("extra_kv_cache", extra_kv_cache)):
+        if cache is None or cache.shape[0] < 2:
+            continue
+        record = next(fmt.row_bytes for fmt in FORMATS.values() if fmt.bytes_per_token == cache.shape[3])
+        pages, tokens, stride = cache.shape[0] - 1, cache.shape[1] - 1, cache.stride(0)
+        pitch = math.gcd(record, stride)
+        if pages * (stride // pitch) + tokens * (record // pitch) >= MAX_ROWS:
+            largest = (MAX_ROWS - 1 - tokens) // pages * record
+            needed = f"a multiple of {record} bytes (a record), at most {largest}"
+            if -(-stride // record) * record <= largest:
+                needed = f"a multiple of {record} bytes (a record), such as {-(-stride // record) * record}"
+            raise ValueError(
+                f"{name}: page stride (dim 0) must be {needed}, in a cache of {pages + 1} pages: TMA reaches 2**31 - 1 rows, "
+                f"of {pitch} bytes with this stride, got {stride}"
+            )
 
 
 class NamedBarriers(enum.IntEnum):
@@ -447,6 +468,7 @@ class SparseDecode:
             self.dequant(params, tid % WARPGROUP, shared)
 
         # Tensor memory goes back when the last warp has read it.
+        cute.arch.sync_warp()  # roles of one thread: the barrier is one for whole warps
         tmem_fence_before()
         cute.arch.sync_threads()
         tmem_fence_after()
@@ -659,7 +681,7 @@ class SparseDecode:
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, req)
             slot, phase = advance(slot, phase, K_SLOTS)  # Q's
-            for block in cutlass.range(work.first_block, work.last_block, unroll=1):
+            for _ in cutlass.range(work.first_block, work.last_block, unroll=1):
                 if const_expr(self.fmt.scale_plane):
                     cute.arch.mbarrier_wait(shared.index_full + index_slot, index_phase)
                 cute.arch.mbarrier_wait(shared.k_empty + slot, phase ^ 1)
@@ -733,7 +755,7 @@ class SparseDecode:
 
         Consumes S (s_full), valid, O (o_full). Produces P (p_full), out, lse, or a piece of them.
         """
-        lane, w = t % 32, cute.arch.make_warp_uniform(t // 32)
+        w = cute.arch.make_warp_uniform(t // 32)
         half, head = w // 2, t % TILE_M
         tmem = tmem + (w << 21)  # its 32 lanes: a warp reaches no other ones
         part = self.load_part(shared)
@@ -752,8 +774,6 @@ class SparseDecode:
                 s = self.sum_halves(partial, head, half, shared)
                 cute.arch.mbarrier_wait(shared.index_full + index_slot, index_phase)
                 valid = smem_tensor(shared.valid + (index_slot * 2 + half) * 4, Uint32, 1)[0]
-                self.release(shared.index_empty + index_slot)
-                index_slot, index_phase = advance(index_slot, index_phase, self.config.index_slots)
                 top = Float32(-INF)
                 for i in cutlass.range_constexpr(TILE_N // 2):
                     # Masked by select and after the product: adding -inf to a NaN would stay NaN.
@@ -772,6 +792,8 @@ class SparseDecode:
                 for i in cutlass.range_constexpr(TILE_N // 2):
                     s[i] = cute.math.exp2(s[i] - row_max, fastmath=True)
                     row_sum = row_sum + s[i]
+                self.release(shared.index_empty + index_slot)  # valid has been used
+                index_slot, index_phase = advance(index_slot, index_phase, self.config.index_slots)
                 cute.arch.mbarrier_wait(shared.o_full, (n & 1) ^ 1)  # the last block's P is read, its O complete
                 if is_raised & (block > work.first_block):
                     tmem_fence_after()
@@ -810,8 +832,8 @@ class SparseDecode:
     def groups_to_copy(self, valid: Int32, zeros: Int32) -> Uint32:
         """Groups of 4 tokens, of 32, that a slot needs: bit 4 g. Not those without a valid token where zeros lie already.
 
-        Copies of rows that are all out of bounds are slow, and skipping them must leave finite values: the zeros of earlier ones,
-        not what other tokens have left, which may be NaN.
+        Copies of rows that are all out of bounds are slow, and skipping them must leave finite values: the zeros of earlier
+        ones, not what other tokens have left, which may be NaN.
         """
         mask = smem_tensor(valid, Uint32, 1)[0]
         some = mask | (mask >> 1)
@@ -825,7 +847,7 @@ class SparseDecode:
         return shared.zeros + (self.config.raw_slots + 2 * slot + half) * 4
 
     def load_scales(self, record: Int32, scales: Int32) -> list:
-        """A token's scales, each as (high, low), pairs of the same bf16: high + low is the scale to 2 ** -17; low may be None."""
+        """A token's scales as (high, low), pairs of one bf16: high + low is the scale to 2 ** -17; low None: high is."""
         if self.fmt.scale_plane:
             packed = smem_tensor(scales, Uint32, 2)
             fields = [(packed[i // 4] >> (8 * (i % 4))) & 255 for i in range(self.fmt.num_scales)]
@@ -847,7 +869,7 @@ class SparseDecode:
         return fma_bf16x2(pair, high, mul_bf16x2(pair, low))
 
     def copy_q(self, tmem: Int32, q: Int32) -> None:
-        """Q from its slot: lanes 0-63 get the even column tiles of the heads, lanes 64-127 the odd ones; V32's rope in halves."""
+        """Q from its slot: lanes 0-63 get the even column tiles, lanes 64-127 the odd ones; V32's rope in halves."""
         for pair in range(self.v_tiles // 2):
             source = smem_descriptor(q + pair * (2 * TILE_BYTES), SWIZZLE_128B, 16, 1024)
             for k in range(4):
@@ -950,8 +972,8 @@ class SparseDecode:
     ):  # fmt: skip
         """O to out as bf16, by TMA: in four rounds each half of the threads makes a tile of 64 columns."""
         half, row = cute.arch.make_warp_uniform(t // TILE_M), t % TILE_M
-        # That half of the exchange buffer to which these two warps give their scores: all four warps are done with it, or the last
-        # P would not have been multiplied; and nobody else writes there next.
+        # That half of the exchange buffer to which these two warps give their scores: all four warps are done with it, or the
+        # last P would not have been multiplied; and nobody else writes there next.
         staging = shared.exchange + (1 - half) * TILE_BYTES
         for i in cutlass.range_constexpr(4):
             for k in cutlass.range_constexpr(2):
