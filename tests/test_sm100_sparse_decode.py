@@ -207,6 +207,29 @@ def test_emulated(case, num_sms, schedules):
 
 
 @pytest.mark.emulate
+def test_rescaling_whenever_a_maximum_grows():
+    """Random scores never outgrow the first maximum by 2 ** 8."""
+    case = Case(b=3, h_q=64, s_kv=400, topk=320, topk_length=True, sink=True, holes=True, seed=2)
+    x = make_inputs(case)
+    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
+    config = dataclasses.replace(sm100.default_config(case.problem), rescale_bits=0.0)
+    for n in range(FEW):
+        with emulator.session(arch=ARCH, num_sms=2, options=Options.schedule(n)):
+            check(mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), config=config, backend="emulator"), expected)
+
+
+@pytest.mark.emulate
+def test_maxima_that_outgrow_the_threshold():
+    """Logits of hundreds: by the shipped threshold, and not for all heads of a warp at once."""
+    case = Case(b=2, h_q=64, s_kv=400, topk=320, topk_length=True, sink=True, holes=True, seed=4)
+    x = make_inputs(case)
+    options = x.kwargs() | {"softmax_scale": 4.0}
+    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **options)
+    with emulator.session(arch=ARCH, num_sms=2, options=Options.schedule(3)):
+        check(mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **options, backend="emulator"), expected)
+
+
+@pytest.mark.emulate
 def test_the_cases_split_and_do_not_split():
     splits = []
     for case, num_sms, _ in CASES:
