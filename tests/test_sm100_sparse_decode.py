@@ -47,6 +47,9 @@ def test_blackwell_gets_this_kernel():
         ({"registers": (208, 16, 192)}, "in 24..256"),
         ({"registers": (208, 104)}, "registers must be a tuple of 3 ints"),
         ({"raw_slots": 1}, "raw_slots must be at least 2, got 1"),
+        ({"k_slots": 1}, "k_slots must be at least 2, got 1"),
+        ({"ctas": 2}, "ctas must be 1, or 2 for more than 64 heads, got 2 for 64"),
+        ({"ctas": 3}, "ctas must be 1, or 2 for more than 64 heads, got 3 for 64"),
         ({"raw_slots": 4}, r"shared memory needs \d+ bytes, the limit is 232448"),
         ({"index_slots": 2.0}, "index_slots: must be an int, got 2.0"),
         ({"rescale_bits": 8}, "rescale_bits must be a float in 0..64, got 8"),
@@ -66,12 +69,12 @@ def test_config_refuses_another_format():
         sm100.default_config(problem).check(problem)
 
 
-def test_shared_memory_is_counted_to_the_byte_and_fits():
-    for fmt, fields in ((V32, {}), (MODEL1, OF_MODEL1)):
-        config = sm100.default_config(Problem(h_q=64, **fields))
-        assert config.smem_bytes(fmt) <= 227 * 1024
-        more = dataclasses.replace(config, raw_slots=config.raw_slots + 1)
-        assert more.smem_bytes(fmt) > 227 * 1024  # the default has as many as there is room for
+@pytest.mark.parametrize("h_q", [64, 128])
+@pytest.mark.parametrize(("fmt", "fields"), [(V32, {}), (MODEL1, OF_MODEL1)], ids=["v32", "model1"])
+def test_shared_memory_is_used_up(fmt, fields, h_q):
+    config = sm100.default_config(Problem(h_q=h_q, **fields))
+    assert config.smem_bytes(fmt) <= 227 * 1024
+    assert dataclasses.replace(config, raw_slots=config.raw_slots + 1).smem_bytes(fmt) > 227 * 1024
 
 
 @pytest.mark.parametrize(
@@ -122,10 +125,20 @@ def test_calls_are_refused_before_they_compile(monkeypatch):
 # ---- compile tier ----
 
 
+COMPILED = [
+    ("sm_100a", {"h_q": 64}),
+    ("sm_100a", {"h_q": 1, **EXTRA}),
+    ("sm_100a", {"h_q": 40, **OF_MODEL1, "has_attn_sink": True}),
+    ("sm_100a", {"h_q": 128, **EXTRA}),
+    ("sm_100a", {"h_q": 96, **OF_MODEL1, **LENGTHS}),
+    ("sm_103a", {"h_q": 64, **LENGTHS}),
+    ("sm_103a", {"h_q": 128, **OF_MODEL1, **EXTRA}),
+]
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
-@pytest.mark.parametrize("fields", [{"h_q": 64}, {"h_q": 128, **OF_MODEL1, **EXTRA}], ids=["v32", "model1-all"])
-def test_compiles_without_spills(fields, arch):
+@pytest.mark.parametrize(("arch", "fields"), COMPILED, ids=str)
+def test_compiles_without_spills(arch, fields):
     problem = Problem(**fields)
     config = sm100.default_config(problem)
     seen = jit.inspect(sm100, problem, config, arch)
@@ -140,17 +153,20 @@ def test_compiles_without_spills(fields, arch):
     assert "ld.local" not in ptx and "st.local" not in ptx
     for count in config.registers:
         assert f"sync.aligned.u32 {count};" in " ".join(ptx.replace("\t", " ").split()), count
-    rope = problem.d_qk - 512
-    counts = Counter(re.findall(r"\btcgen05\.\w+(?:\.ws)?\b", ptx))
+    ctas, is_v32 = config.ctas, problem.kv_format == "v32"
+    assert ctas == problem.head_tiles
+    counts = Counter(re.findall(r"\btcgen05\.\w+(?:\.ws)?\.cta_group::\d", ptx))
     # QK: half of the dims in steps of 16. PV: 4 steps of 16 keys, both halves of d_v. Q to tensor memory: 8 columns at once.
-    assert counts["tcgen05.mma.ws"] == problem.d_qk // 2 // 16 + 2 * 4
-    assert counts["tcgen05.mma"] == 0
-    assert counts["tcgen05.cp"] == problem.d_qk // 2 // 16
-    assert counts["tcgen05.alloc"] == counts["tcgen05.dealloc"] == counts["tcgen05.relinquish_alloc_permit"] == 1
-    assert set(re.findall(r"tcgen05\.alloc\S+ \[%r\d+\], (\d+)", ptx)) == {"512"}
-    # Two halves of 8 groups of raw records, 16 groups of rope (V32's in two pieces).
-    assert ptx.count("global.tile::gather4.") == 16 + 16 * (2 if rope else 1)
-    assert ptx.count("cvt.rn.bf16x2.e4m3x2") == (problem.d_qk - 64) * 64 // 128 // 2  # of 128 threads, two codes each
+    mma = "tcgen05.mma.ws.cta_group::1" if ctas == 1 else "tcgen05.mma.cta_group::2"
+    wanted = {mma: problem.d_qk // 2 // 16 + 2 * 4, f"tcgen05.cp.cta_group::{ctas}": problem.d_qk // 2 // 16}
+    for name in ("alloc", "dealloc", "relinquish_alloc_permit"):
+        wanted[f"tcgen05.{name}.cta_group::{ctas}"] = 1
+    assert {name: n for name, n in counts.items() if "commit" not in name} == wanted
+    assert re.findall(r"tcgen05\.alloc\S+ \[%r\d+\], (\d+)", ptx) == ["512"]
+    # Two halves of 8 groups of raw records, 16 groups of rope (V32's in two pieces, of which a pair of CTAs has one each).
+    assert ptx.count("global.tile::gather4.") == 16 + 16 * (2 if is_v32 and ctas == 1 else 1)
+    nope = 448 if ctas == 1 and not is_v32 else 512 // ctas
+    assert ptx.count("cvt.rn.bf16x2.e4m3x2") == nope * 64 // 128 // 2  # of 128 threads, two codes each
     assert "griddepcontrol.launch_dependents" in ptx and "griddepcontrol.wait" in ptx
 
 

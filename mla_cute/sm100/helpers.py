@@ -5,7 +5,7 @@ bits, column of 32 bits in the lower), global memory (Int64). What orders them, 
 """
 
 import cutlass
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, cute
+from cutlass import BFloat16, Float16, Float32, Int16, Int32, Int64, Uint32, cute
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
 LOG2_E = 1.4426950408889634
@@ -39,21 +39,55 @@ def store_smem_16b(addr: Int32, r: cute.Tensor) -> None:
     cute.autovec_copy(r, smem_tensor(addr, r.element_type, 4))
 
 
-# ---- tensor memory ----
+# ---- pairs of CTAs: the even one, of rank 0, has the thread that issues for both ----
 
 
-def tmem_alloc(slot: Int32) -> None:
+def in_leader(mbar: cute.Pointer) -> Int32:
+    """Cluster address of the same mbarrier in the pair's first CTA."""
+    code = "mapa.shared::cluster.u32 {$w0}, {$r0}, 0;"
+    return inline_ptx(code, write_only_types=[Int32], read_only_args=[Int32(mbar.toint())])
+
+
+def arrive_leader(mbar: cute.Pointer) -> None:
+    """An arrival there; whoever waits for it with `wait_cluster` sees what came before."""
+    inline_ptx("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];", read_only_args=[in_leader(mbar)])
+
+
+def expect_leader(mbar: cute.Pointer, num_bytes: Int32) -> None:
+    """An arrival there that expects so many bytes of this CTA's copies."""
+    inline_ptx(
+        "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [{$r0}], {$r1};",
+        read_only_args=[in_leader(mbar), num_bytes],
+    )
+
+
+@cute.jit
+def wait_cluster(mbar: cute.Pointer, parity: Int32):
+    """Waits for a phase to which other CTAs contribute."""
+    code = (
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [{$r0}], {$r1}; "
+        "selp.u32 {$w0}, 1, 0, p; }"
+    )
+    address, done = Int32(mbar.toint()), Uint32(0)
+    while done == 0:
+        done = inline_ptx(code, write_only_types=[Uint32], read_only_args=[address, parity])
+
+
+# ---- tensor memory. ctas: 1, or 2 when the pair does it together ----
+
+
+def tmem_alloc(slot: Int32, ctas: int) -> None:
     """One warp: all 512 columns; their address goes to shared memory at `slot`."""
     inline_ptx(
-        f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{{$r0}}], {TMEM_COLUMNS}; "
-        "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
+        f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [{{$r0}}], {TMEM_COLUMNS}; "
+        f"tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;",
         read_only_args=[slot],
     )
 
 
-def tmem_free(tmem: Int32) -> None:
+def tmem_free(tmem: Int32, ctas: int) -> None:
     """One warp: gives the 512 columns back, which nobody uses any more."""
-    inline_ptx(f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 {{$r0}}, {TMEM_COLUMNS};", read_only_args=[tmem])
+    inline_ptx(f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 {{$r0}}, {TMEM_COLUMNS};", read_only_args=[tmem])
 
 
 def tmem_load(tmem: Int32, count: int, shape: str = "32x32b", dtype=Float32) -> cute.Tensor:
@@ -118,25 +152,28 @@ def instruction_descriptor(m: int, n: int, b_is_mn_major: bool) -> int:
     return 1 << 4 | 1 << 7 | 1 << 10 | int(b_is_mn_major) << 16 | n // 8 << 17 | m // 16 << 24
 
 
-def mma_ws(tmem_d: Int32, a, b: Int64, instruction: int, accumulate) -> None:
-    """One thread: D (+)= A B, weight-stationary. a: Int32, an address of tensor memory, or Int64, a descriptor."""
+def mma(tmem_d: Int32, a, b: Int64, instruction: int, accumulate, ctas: int) -> None:
+    """One thread: D (+)= A B; with one CTA weight-stationary. a: Int32, an address of tensor memory, or Int64, a descriptor."""
     a_operand = "[{$r1}]" if isinstance(a, Int32) else "{$r1}"
+    name = "mma.ws.cta_group::1" if ctas == 1 else "mma.cta_group::2"
     inline_ptx(
         "{ .reg .pred p; setp.ne.u32 p, {$r4}, 0; "
-        f"tcgen05.mma.ws.cta_group::1.kind::f16 [{{$r0}}], {a_operand}, {{$r2}}, {{$r3}}, p; }}",
+        f"tcgen05.{name}.kind::f16 [{{$r0}}], {a_operand}, {{$r2}}, {{$r3}}, p; }}",
         read_only_args=[tmem_d, a, b, Int32(instruction), Int32(accumulate)],
     )
 
 
-def copy_to_tmem(tmem: Int32, source: Int64) -> None:
-    """One thread: 128 rows of 32 bytes of shared memory (a descriptor) to 128 lanes, 8 columns."""
-    inline_ptx("tcgen05.cp.cta_group::1.128x256b [{$r0}], {$r1};", read_only_args=[tmem, source])
+def copy_to_tmem(tmem: Int32, source: Int64, ctas: int) -> None:
+    """One thread: 128 rows of 32 bytes of shared memory (a descriptor) to 128 lanes, 8 columns; in both CTAs of a pair."""
+    inline_ptx(f"tcgen05.cp.cta_group::{ctas}.128x256b [{{$r0}}], {{$r1}};", read_only_args=[tmem, source])
 
 
-def commit(mbar: Int32) -> None:
-    """One thread: an arrival at the mbarrier when all that this thread has given the tensor core is done."""
+def commit(mbar: cute.Pointer, ctas: int) -> None:
+    """One thread: an arrival at the mbarrier (of both CTAs) when all that this thread has given the tensor core is done."""
+    multicast, mask = (".multicast::cluster", ", {$r1}") if ctas == 2 else ("", "")
     inline_ptx(
-        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];", read_only_args=[mbar]
+        f"tcgen05.commit.cta_group::{ctas}.mbarrier::arrive::one.shared::cluster{multicast}.b64 [{{$r0}}]{mask};",
+        read_only_args=[Int32(mbar.toint()), *([Int16(3)] if ctas == 2 else [])],
     )
 
 
@@ -147,20 +184,26 @@ def prefetch_map(tensor_map: Int64) -> None:
     inline_ptx("prefetch.tensormap [{$r0}];", read_only_args=[tensor_map])
 
 
-def gather4(dst: Int32, tensor_map: Int64, column: int, rows: cute.Tensor, mbar: Int32) -> None:
-    """One thread: four rows [4] of a 2-D map with boxes of one row, one behind the other; a row out of bounds is zeros."""
+def gather4(dst: Int32, tensor_map: Int64, column, rows: cute.Tensor, mbar: Int32, ctas: int = 1) -> None:
+    """One thread: four rows [4] of a 2-D map with boxes of one row, one behind the other; a row out of bounds is zeros.
+
+    ctas 2: mbar is a cluster address, in either CTA of the pair.
+    """
+    space = "cta" if ctas == 1 else "cluster"
     inline_ptx(
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::1.L2::cache_hint "
-        "[{$r0}], [{$r1}, { {$r2}, {$r3}, {$r4}, {$r5}, {$r6} }], [{$r7}], {$r8};",
+        f"cp.async.bulk.tensor.2d.shared::{space}.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::{ctas}"
+        ".L2::cache_hint [{$r0}], [{$r1}, { {$r2}, {$r3}, {$r4}, {$r5}, {$r6} }], [{$r7}], {$r8};",
         read_only_args=[dst, tensor_map, Int32(column), *(rows[i] for i in range(4)), mbar, Int64(EVICT_LAST)],
     )
 
 
-def tile_load(dst: Int32, tensor_map: Int64, coordinates: list, mbar: Int32) -> None:
-    """One thread: a box of a 4-D map to shared memory."""
+def tile_load(dst: Int32, tensor_map: Int64, coordinates: list, mbar: Int32, ctas: int = 1) -> None:
+    """One thread: a box of a 4-D map to shared memory. ctas as in `gather4`."""
+    form = "shared::cta.global.tile.mbarrier::complete_tx::bytes"
+    if ctas == 2:
+        form = "shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2"
     inline_ptx(
-        "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
-        "[{$r0}], [{$r1}, { {$r2}, {$r3}, {$r4}, {$r5} }], [{$r6}];",
+        f"cp.async.bulk.tensor.4d.{form} [{{$r0}}], [{{$r1}}, {{ {{$r2}}, {{$r3}}, {{$r4}}, {{$r5}} }}], [{{$r6}}];",
         read_only_args=[dst, tensor_map, *(Int32(x) for x in coordinates), mbar],
     )
 
@@ -216,6 +259,11 @@ def max_abs(x: Float32, y: Float32) -> Float32:
     """max(x, |y|); a NaN in y is left out."""
     code = "{ .reg .f32 a; abs.f32 a, {$r1}; max.f32 {$w0}, {$r0}, a; }"
     return inline_ptx(code, write_only_types=[Float32], read_only_args=[x, y])
+
+
+def opaque(x: Int32) -> Int32:
+    """x, of which the compiler knows nothing before this place."""
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 def set_registers(count: int) -> None:

@@ -81,19 +81,23 @@ from .helpers import (
     SWIZZLE_64B,
     SWIZZLE_128B,
     advance,
+    arrive_leader,
     bf16_pair,
     commit,
     copy_to_tmem,
     e4m3_to_bf16,
+    expect_leader,
     fma_bf16x2,
     fp16_pair,
     gather4,
     global_tensor,
+    in_leader,
     instruction_descriptor,
     load_smem_16b,
     max_abs,
-    mma_ws,
+    mma,
     mul_bf16x2,
+    opaque,
     prefetch_map,
     set_registers,
     smem_descriptor,
@@ -109,6 +113,7 @@ from .helpers import (
     tmem_store,
     tmem_wait_load,
     tmem_wait_store,
+    wait_cluster,
 )
 
 INF = float("inf")
@@ -118,15 +123,12 @@ TILE_N = 64  # keys of a block
 SW128_COLUMNS = 64  # bf16 columns of one 128-byte swizzle row: the width of a K, Q or O "tile"
 TILE_BYTES = TILE_M * SW128_COLUMNS * 2  # of 64 heads or keys
 WARPGROUP = 128
-K_SLOTS = 2
 RAW_TOKENS = 32  # records of a slot of the raw ring
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 10.0
 MAX_ROWS = 2**31 - 1  # of a tensor map: gather4's coordinates are int32
 # Columns of tensor memory: O at 0, two of its four quarters of d_v side by side in lanes; then Q, then S.
 TMEM_Q = 256
 TMEM_S = 400
-MMA_QK = instruction_descriptor(TILE_M, 2 * TILE_N, b_is_mn_major=False)
-MMA_PV = instruction_descriptor(TILE_M, 256, b_is_mn_major=True)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ class Config:
     tile_n: int = TILE_N  # keys of a block; the plan counts in it
     fixed_overhead_blocks: int | None = None  # what the plan charges for beginning a request; None: `schedule.overhead`
     registers: tuple[int, int, int] = (208, 104, 192)  # softmax, the four single warps, dequant; 504 are there
+    ctas: int = 1  # that share a query token's keys: 2 for two tiles of heads, each with half of the dims
+    k_slots: int = 2  # blocks of K
     raw_slots: int = 3  # of RAW_TOKENS raw records
     index_slots: int = 4  # blocks whose rows are looked up ahead
     rescale_bits: float = 8.0  # O is rescaled when a row's maximum has grown by more than a factor of 2 to this
@@ -145,20 +149,28 @@ class Config:
         return max(num_sms // (s_q * problem.head_tiles), 1)
 
     def raw_pitch(self, fmt: KVFormat) -> int:
-        """Bytes of a raw record in shared memory: e4m3 and the 32 bytes behind them (of V32 they begin with the scales).
+        """Bytes of a raw record in shared memory: e4m3 and the 32 bytes behind them (of a whole V32 record they begin with the
+        scales).
 
         An odd multiple of 32: 16-byte pieces of two columns in four rows then fall into different banks.
         """
-        return fmt.d_nope + 32
+        return (fmt.d_nope if self.ctas == 1 else fmt.d_v // 2) + 32
+
+    def scale_bytes(self, fmt: KVFormat) -> int:
+        """Bytes of scales that the index warp looks up for a token, because they are not in what is gathered; or 0."""
+        return 8 if fmt.scale_plane or self.ctas == 2 else 0
+
+    def k_bytes(self, fmt: KVFormat) -> int:
+        """Bytes of a slot of K."""
+        return TILE_N * fmt.d_qk * 2 // self.ctas
 
     def smem_bytes(self, fmt: KVFormat) -> int:
-        k = K_SLOTS * TILE_N * fmt.d_qk * 2
+        k = self.k_slots * self.k_bytes(fmt)
         p = TILE_M * TILE_N * 2
         exchange = TILE_M * TILE_N * 4
         raw = self.raw_slots * RAW_TOKENS * self.raw_pitch(fmt)
-        scales = TILE_N * fmt.scale_row_bytes
-        index = self.index_slots * (TILE_N * 4 + 8 + scales + 2 * 8)
-        small = 2 * 4 * WARPGROUP + 8 * self.raw_slots * 2 + 4 * self.raw_slots + 8 * 4 * K_SLOTS + 8 * 8 + 48
+        index = self.index_slots * (TILE_N * (4 + self.scale_bytes(fmt)) + 8 + 2 * 8)
+        small = 2 * 4 * WARPGROUP + 20 * self.raw_slots + 32 * self.k_slots + 8 * 8 + 48
         return k + p + exchange + raw + index + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -168,7 +180,7 @@ class Config:
                 f"config: sm100.sparse_decode runs sparse_decode on a cache of {' or '.join(FORMATS)}, "
                 f"got {problem.op} on {problem.kv_format}"
             )
-        for name in ("tile_n", "raw_slots", "index_slots"):
+        for name in ("tile_n", "ctas", "k_slots", "raw_slots", "index_slots"):
             check_int(f"config: {name}", getattr(self, name))
         if self.fixed_overhead_blocks is not None:
             check_int("config: fixed_overhead_blocks", self.fixed_overhead_blocks)
@@ -182,7 +194,9 @@ class Config:
             raise ValueError(
                 f"config: registers must be multiples of 8 in 24..256, together at most 504, got {self.registers}"
             )
-        for name in ("raw_slots", "index_slots"):
+        if self.ctas not in (1, 2) or self.ctas > problem.head_tiles:
+            raise ValueError(f"config: ctas must be 1, or 2 for more than {TILE_M} heads, got {self.ctas} for {problem.h_q}")
+        for name in ("k_slots", "raw_slots", "index_slots"):
             if getattr(self, name) < 2:
                 raise ValueError(f"config: {name} must be at least 2, got {getattr(self, name)}")
         if type(self.rescale_bits) is not float or not 0 <= self.rescale_bits <= 64:
@@ -193,8 +207,11 @@ class Config:
 
 
 def default_config(problem: Problem) -> Config:
-    """As many raw slots as shared memory holds: MODEL1's records are smaller."""
-    return Config(raw_slots=4 if problem.kv_format == "model1" else 3)
+    """Pairs of CTAs for two tiles of heads, and as many raw slots as shared memory then holds."""
+    is_model1 = problem.kv_format == "model1"
+    if problem.head_tiles == 2:
+        return Config(ctas=2, k_slots=4, raw_slots=7 if is_model1 else 5)
+    return Config(raw_slots=4 if is_model1 else 3)
 
 
 def check_caches(kv_cache, extra_kv_cache=None) -> None:
@@ -285,23 +302,22 @@ class Shared(NamedTuple):
     index_empty: cute.Pointer  # [index_slots] and are read
     raw_full: cute.Pointer  # [raw_slots] raw records have arrived
     raw_empty: cute.Pointer  # [raw_slots] and are read
-    q_full: cute.Pointer  # Q has arrived in a slot of K
-    k_full: cute.Pointer  # [2] K but for rope is there
-    rope_full: cute.Pointer  # [2] rope has arrived
-    k_empty: cute.Pointer  # [2] the tensor core has read K (or Q)
+    k_full: cute.Pointer  # [k_slots] K but for rope is there
+    rope_full: cute.Pointer  # [k_slots] rope has arrived, or a part of Q
+    k_empty: cute.Pointer  # [k_slots] the tensor core has read them
     s_full: cute.Pointer  # S is in tensor memory
     s_empty: cute.Pointer  # and in registers
     p_full: cute.Pointer  # P is in shared memory, O is rescaled
     o_full: cute.Pointer  # P V is added to O; P is read
-    k: Int32  # [2][d_qk / 64 tiles][64 keys, 64] bf16; V32's ninth tile [2][64 keys, 32]
+    k: Int32  # [k_slots][column tiles][64 keys, 64] bf16; then V32's rope, [64 keys, 32] twice (a pair: each one)
     p: Int32  # [64 heads, 64 keys] bf16
     exchange: Int32  # [2 halves of keys][8][64 heads] 4 fp32 each; and tiles of out
     raw: Int32  # [raw_slots][32 tokens] raw_pitch bytes each
     coords: Int32  # [index_slots][64] int32: row of the tensor map, -1: none
     valid: Int32  # [index_slots][2] uint32, a bit a token
-    scales: Int32  # [index_slots][64] 8 bytes: MODEL1's scales
+    scales: Int32  # [index_slots][64] 8 bytes: scales that are not in raw records
     row: Int32  # [2][128] fp32: a value by row and half of the keys (or columns), twice
-    zeros: Int32  # [raw_slots] uint32, then [2][2]: groups of 4 tokens that are zeros, at bit 4 g
+    zeros: Int32  # [raw_slots] uint32, then [k_slots][2]: groups of 4 tokens that are zeros, at bit 4 g
     tmem: Int32  # address of tensor memory
     record: cute.Pointer  # [8] int32: the partition's record of the plan
 
@@ -315,11 +331,19 @@ class SparseDecode:
         self.h_q = problem.h_q
         self.head_tiles = problem.head_tiles
         self.fmt = FORMATS[problem.kv_format]
-        self.v_tiles = self.fmt.d_v // SW128_COLUMNS  # column tiles of K that are V too: 8
-        self.nope_tiles = self.fmt.d_nope // SW128_COLUMNS  # 8 or 7
-        self.rope_apart = self.fmt.d_qk > self.fmt.d_v  # V32: rope is a ninth tile, of two of 32 columns
+        self.ctas = config.ctas
+        self.v_tiles = self.fmt.d_v // SW128_COLUMNS // self.ctas  # column tiles of K, in this CTA, that are V too: 8 or 4
+        self.rope_apart = self.fmt.d_qk > self.fmt.d_v  # V32: rope is a tile behind those, of two of 32 columns
         self.raw_pitch = config.raw_pitch(self.fmt)
-        self.k_bytes = TILE_N * self.fmt.d_qk * 2
+        self.k_bytes = config.k_bytes(self.fmt)
+        self.scales_apart = config.scale_bytes(self.fmt) > 0
+        # QK has two halves of the dims side by side, in five pieces of Q: four of two tiles, the last is V32's rope. One CTA
+        # pairs neighbours, two CTAs tile i of the first with tile i of the second. Parts: the pieces in one slot of K.
+        self.piece_tiles = [(2 * i, 2 * i + 1) if self.ctas == 1 else (i, i + 4) for i in range(4)]
+        pieces = list(range(4 + self.rope_apart))
+        self.q_parts = [pieces] if self.ctas == 1 else [pieces[i : i + 2] for i in range(0, len(pieces), 2)]
+        self.mma_qk = instruction_descriptor(TILE_M * self.ctas, 2 * TILE_N, b_is_mn_major=False)
+        self.mma_pv = instruction_descriptor(TILE_M * self.ctas, 256, b_is_mn_major=True)
 
     @cute.jit
     def __call__(
@@ -355,28 +379,27 @@ class SparseDecode:
 
         @cute.struct
         class Smem:
-            k: cute.struct.Align[cute.struct.MemRange[Uint8, K_SLOTS * self.k_bytes], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[Uint8, config.k_slots * self.k_bytes], 1024]
             exchange: cute.struct.Align[cute.struct.MemRange[Float32, TILE_M * TILE_N], 1024]
             p: cute.struct.Align[cute.struct.MemRange[BFloat16, TILE_M * TILE_N], 1024]
             raw: cute.struct.Align[cute.struct.MemRange[Uint8, config.raw_slots * RAW_TOKENS * self.raw_pitch], 128]
             coords: cute.struct.Align[cute.struct.MemRange[Int32, config.index_slots * TILE_N], 16]
-            scales: cute.struct.Align[cute.struct.MemRange[Uint8, config.index_slots * TILE_N * fmt.scale_row_bytes + 8], 8]
+            scales: cute.struct.Align[cute.struct.MemRange[Uint8, config.index_slots * TILE_N * config.scale_bytes(fmt) + 8], 8]
             valid: cute.struct.Align[cute.struct.MemRange[Uint32, config.index_slots * 2], 8]
             index_full: cute.struct.MemRange[Int64, config.index_slots]
             index_empty: cute.struct.MemRange[Int64, config.index_slots]
             raw_full: cute.struct.MemRange[Int64, config.raw_slots]
             raw_empty: cute.struct.MemRange[Int64, config.raw_slots]
-            k_full: cute.struct.MemRange[Int64, K_SLOTS]
-            rope_full: cute.struct.MemRange[Int64, K_SLOTS]
-            k_empty: cute.struct.MemRange[Int64, K_SLOTS]
-            q_full: cute.struct.MemRange[Int64, 1]
+            k_full: cute.struct.MemRange[Int64, config.k_slots]
+            rope_full: cute.struct.MemRange[Int64, config.k_slots]
+            k_empty: cute.struct.MemRange[Int64, config.k_slots]
             s_full: cute.struct.MemRange[Int64, 1]
             s_empty: cute.struct.MemRange[Int64, 1]
             p_full: cute.struct.MemRange[Int64, 1]
             o_full: cute.struct.MemRange[Int64, 1]
             row: cute.struct.MemRange[Float32, 2 * WARPGROUP]
             record: cute.struct.MemRange[Int32, 8]
-            zeros: cute.struct.MemRange[Uint32, config.raw_slots + 2 * K_SLOTS]
+            zeros: cute.struct.MemRange[Uint32, config.raw_slots + 2 * config.k_slots]
             tmem: cute.struct.MemRange[Int32, 1]
 
         self.Smem = Smem
@@ -390,6 +413,7 @@ class SparseDecode:
         self.kernel(params, map_q, map_q_rope, map_raw, map_rope, map_extra_raw, map_extra_rope, map_out).launch(
             grid=[self.head_tiles, q.shape[1], metadata.shape[0]],
             block=[3 * WARPGROUP, 1, 1],
+            cluster=[self.ctas, 1, 1],
             smem=Smem.size_in_bytes(),
             min_blocks_per_mp=1,  # without it ptxas drops setmaxnreg
             stream=stream,
@@ -433,6 +457,7 @@ class SparseDecode:
             box_dims=[self.raw_pitch // 8, 1],
             swizzle=xcuda.TensorMapSwizzle.none,
         )
+        # A box of V32's rope is a half of it.
         swizzle = xcuda.TensorMapSwizzle.s64b if self.rope_apart else xcuda.TensorMapSwizzle.s128b
         rope = xcuda.create_tensor_map_tiled(
             global_address=cache.iterator.toint() + fmt.rope_offset,
@@ -463,7 +488,7 @@ class SparseDecode:
         at = lambda member: Int32(member.data_ptr().toint())  # noqa: E731
         shared = Shared(
             st.index_full.data_ptr(), st.index_empty.data_ptr(), st.raw_full.data_ptr(), st.raw_empty.data_ptr(),
-            st.q_full.data_ptr(), st.k_full.data_ptr(), st.rope_full.data_ptr(), st.k_empty.data_ptr(),
+            st.k_full.data_ptr(), st.rope_full.data_ptr(), st.k_empty.data_ptr(),
             st.s_full.data_ptr(), st.s_empty.data_ptr(), st.p_full.data_ptr(), st.o_full.data_ptr(),
             at(st.k), at(st.p), at(st.exchange), at(st.raw), at(st.coords), at(st.valid), at(st.scales), at(st.row),
             at(st.zeros), at(st.tmem), st.record.data_ptr(),
@@ -478,31 +503,31 @@ class SparseDecode:
             with cute.arch.elect_one():
                 for tensor_map in (maps.q, maps.raw[0], maps.rope[0], maps.out):
                     prefetch_map(tensor_map)
-                index_readers = 4 + 2 + 4 * self.fmt.scale_plane  # warps: softmax, raw, rope, dequant for the scales
                 for i in cutlass.range_constexpr(self.config.index_slots):
                     cute.arch.mbarrier_init(shared.index_full + i, 1)
-                    cute.arch.mbarrier_init(shared.index_empty + i, index_readers)
+                    # Warps: softmax, raw, rope, and dequant if it reads scales there.
+                    cute.arch.mbarrier_init(shared.index_empty + i, 4 + 2 + 4 * self.scales_apart)
                 for i in cutlass.range_constexpr(self.config.raw_slots):
                     cute.arch.mbarrier_init(shared.raw_full + i, 1)  # the arrive.expect_tx of the raw warp
                     cute.arch.mbarrier_init(shared.raw_empty + i, 4)  # the dequant warps
-                for i in cutlass.range_constexpr(K_SLOTS):
-                    cute.arch.mbarrier_init(shared.k_full + i, 4)  # the dequant warps
-                    cute.arch.mbarrier_init(shared.rope_full + i, 1)  # the arrive.expect_tx of the rope warp
+                # What the mma warp waits for comes from all CTAs to the first one, what it commits goes to all.
+                for i in cutlass.range_constexpr(self.config.k_slots):
+                    cute.arch.mbarrier_init(shared.k_full + i, 4 * self.ctas)  # the dequant warps
+                    cute.arch.mbarrier_init(shared.rope_full + i, self.ctas)  # the arrive.expect_tx of the rope warp
                     cute.arch.mbarrier_init(shared.k_empty + i, 1)  # a commit
-                cute.arch.mbarrier_init(shared.q_full, 1)  # the arrive.expect_tx of the rope warp
                 cute.arch.mbarrier_init(shared.s_full, 1)  # a commit
-                cute.arch.mbarrier_init(shared.s_empty, 4)  # the softmax warps
-                cute.arch.mbarrier_init(shared.p_full, 4)  # the softmax warps
+                cute.arch.mbarrier_init(shared.s_empty, 4 * self.ctas)  # the softmax warps
+                cute.arch.mbarrier_init(shared.p_full, 4 * self.ctas)  # the softmax warps
                 cute.arch.mbarrier_init(shared.o_full, 1)  # a commit
         if warp == 4:
-            tmem_alloc(shared.tmem)
+            tmem_alloc(shared.tmem, self.ctas)
             tmem_fence_before()  # the address reaches the other warps through sync_threads
         if tid < 8:
             cute.make_tensor(shared.record, 8)[tid] = params.metadata[part_idx, tid]
-        if tid < self.config.raw_slots + 2 * K_SLOTS:
+        if tid < self.config.raw_slots + 2 * self.config.k_slots:
             smem_tensor(shared.zeros + tid * 4, Uint32, 1)[0] = Uint32(0)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.sync_ctas()
         tmem_fence_after()
         tmem = smem_tensor(shared.tmem, Int32, 1)[0]
 
@@ -514,27 +539,35 @@ class SparseDecode:
         elif warp < 8:
             set_registers(self.config.registers[1])
             if warp == 4:
-                with cute.arch.elect_one():
-                    self.mma(params, tmem, shared)
+                if (head_tile == 0) | (self.ctas == 1):
+                    with cute.arch.elect_one():
+                        self.mma(params, tmem, shared)
             elif warp == 5:
                 with cute.arch.elect_one():
-                    self.load_raw(params, maps, shared)
+                    self.load_raw(params, maps, head_tile, shared)
             elif warp == 6:
                 with cute.arch.elect_one():
                     self.load_rope(params, maps, s_idx, head_tile, shared)
             else:
-                self.index(params, s_idx, tid % 32, shared)
+                self.index(params, s_idx, head_tile, tid % 32, shared)
         else:
             set_registers(self.config.registers[2])
-            self.dequant(params, tid % WARPGROUP, shared)
+            self.dequant(params, head_tile, tid % WARPGROUP, shared)
 
-        # Tensor memory goes back when the last warp has read it.
+        # Tensor memory goes back when the last warp has read it; and no CTA ends before the other one has signalled it.
         cute.arch.sync_warp()  # roles of one thread: the barrier is one for whole warps
         tmem_fence_before()
-        cute.arch.sync_threads()
+        self.sync_ctas()
         tmem_fence_after()
         if warp == 4:
-            tmem_free(tmem)
+            tmem_free(tmem, self.ctas)
+
+    @cute.jit
+    def sync_ctas(self):
+        cute.arch.sync_threads()
+        if const_expr(self.ctas == 2):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     # ---- the plan: the only place that turns plan and lengths into block ranges ----
 
@@ -574,7 +607,7 @@ class SparseDecode:
     # ---- roles, in the order of the data ----
 
     @cute.jit
-    def index(self, params: Params, s_idx: Int32, lane: Int32, shared: Shared):
+    def index(self, params: Params, s_idx: Int32, head_tile: Int32, lane: Int32, shared: Shared):
         """Rows of the tensor maps for the 64 tokens of a block, which of them count, and scales that lie outside of records.
 
         Waits for index_empty. Produces coords, valid, scales (index_full), index_slots blocks ahead.
@@ -588,7 +621,8 @@ class SparseDecode:
                 is_extra = self.load_index(params, work, req, s_idx, block, lane, index)
                 cute.arch.mbarrier_wait(shared.index_empty + slot, phase ^ 1)
                 for i in cutlass.range_constexpr(2):
-                    self.resolve(params, index[i], is_extra, slot * TILE_N + 32 * i + lane, slot * 2 + i, lane, shared)
+                    place = slot * TILE_N + 32 * i + lane
+                    self.resolve(params, index[i], is_extra, head_tile, place, slot * 2 + i, lane, shared)
                 self.release(shared.index_full + slot)
                 slot, phase = advance(slot, phase, self.config.index_slots)
 
@@ -616,9 +650,10 @@ class SparseDecode:
 
     @cute.jit
     def resolve(
-        self, params: Params, index: Int32, is_extra: Boolean, place: Int32, word: Int32, lane: Int32, shared: Shared
-    ):
-        """A token's row to coords, its bit to valid, its scales (MODEL1) to scales; an index that is no token is row -1."""
+        self, params: Params, index: Int32, is_extra: Boolean, head_tile: Int32, place: Int32, word: Int32, lane: Int32,
+        shared: Shared,
+    ):  # fmt: skip
+        """A token's row to coords, its bit to valid, its scales to scales if need be; an index that is no token is row -1."""
         cache, rows = params.kv_cache, params.rows
         page_block_size, num_blocks = Uint32(cache.shape[1]), Uint32(cache.shape[0])
         page_rows, token_rows = rows.page, rows.token
@@ -634,23 +669,28 @@ class SparseDecode:
         is_valid = (index >= 0) & (page < num_blocks)
         row = Int32(page) * page_rows + Int32(offset) * token_rows
         smem_tensor(shared.coords + place * 4, Int32, 1)[0] = cutlass.select_(is_valid, row, Int32(-1))
-        if const_expr(self.fmt.scale_plane):
+        if const_expr(self.scales_apart):
             scales = cute.make_rmem_tensor(2, Uint32)
-            scales.fill(0)  # 2 ** -127: an invalid token's codes are zeros
-            if is_valid:  # a plane of 8 bytes a token behind the page's rows
-                plane = base + Int64(page) * page_stride + Int64(page_block_size) * self.fmt.row_bytes
-                cute.autovec_copy(global_tensor(plane + Int64(offset) * self.fmt.scale_row_bytes, Uint32, 2), scales)
+            scales.fill(0)  # of an invalid token, whose codes are zeros
+            if is_valid:
+                start = base + Int64(page) * page_stride
+                if const_expr(self.fmt.scale_plane):  # 8 bytes a token behind the page's rows
+                    start += Int64(page_block_size) * self.fmt.row_bytes + Int64(offset) * self.fmt.scale_row_bytes
+                else:  # two of the record's four fp32 for each CTA
+                    start += Int64(offset) * self.fmt.row_bytes + (self.fmt.scale_offset + 8 * head_tile)
+                cute.autovec_copy(global_tensor(start, Uint32, 2), scales)
             cute.autovec_copy(scales, smem_tensor(shared.scales + place * 8, Uint32, 2))
         mask = Uint32(cute.arch.vote_ballot_sync(is_valid))
         if lane == 0:
             smem_tensor(shared.valid + word * 4, Uint32, 1)[0] = mask
 
     @cute.jit
-    def load_raw(self, params: Params, maps: Maps, shared: Shared):
+    def load_raw(self, params: Params, maps: Maps, head_tile: Int32, shared: Shared):
         """Raw records by gather4, 32 tokens a slot. One thread.
 
         Consumes coords, valid; waits for raw_empty. Produces raw records (raw_full): zeros for tokens that do not count.
         """
+        column = 0 if self.ctas == 1 else head_tile * (self.fmt.d_v // 2 // 8)  # the map's elements are 8 bytes
         part = self.load_part(shared)
         slot, phase, index_slot, index_phase = Int32(0), Int32(0), Int32(0), Int32(0)
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
@@ -669,7 +709,7 @@ class SparseDecode:
                     for g in cutlass.range_constexpr(RAW_TOKENS // 4):
                         if (to_copy >> (4 * g)) & 1 == 1:
                             rows = load_smem_16b(coords + g * 16, Int32)
-                            gather4(to + g * (4 * self.raw_pitch), tensor_map, 0, rows, Int32(full.toint()))
+                            gather4(to + g * (4 * self.raw_pitch), tensor_map, column, rows, Int32(full.toint()))
                     slot, phase = advance(slot, phase, self.config.raw_slots)
                 cute.arch.mbarrier_arrive(shared.index_empty + index_slot)
                 index_slot, index_phase = advance(index_slot, index_phase, self.config.index_slots)
@@ -678,57 +718,68 @@ class SparseDecode:
     def load_rope(self, params: Params, maps: Maps, s_idx: Int32, head_tile: Int32, shared: Shared):
         """Q of every request, by TMA, and rope of every block, by gather4, into slots of K. One thread.
 
-        Consumes coords, valid; waits for k_empty. Produces Q (q_full), rope (rope_full): zeros for tokens that do not count.
+        Consumes coords, valid; waits for k_empty. Produces parts of Q, rope (rope_full): zeros for tokens that do not count.
         """
         part = self.load_part(shared)
         slot, phase, index_slot, index_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        # Rope of V32 lies behind the tiles, in halves of 32 columns (in a pair one each); MODEL1's is the last tile.
+        pieces = 2 if self.rope_apart and self.ctas == 1 else 1
+        piece_bytes = self.fmt.rope_bytes // (1 + self.rope_apart)
+        first_column = 0 if pieces == 2 or not self.rope_apart else head_tile * (SW128_COLUMNS // 2)
+        has_rope = (head_tile == 1) | (self.ctas == 1) | self.rope_apart
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, req)
-            cute.arch.mbarrier_wait(shared.k_empty + slot, phase ^ 1)
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, self.k_bytes)
-            q_full = Int32(shared.q_full.toint())
-            to = shared.k + slot * self.k_bytes
-            for tile in cutlass.range_constexpr(self.v_tiles):
-                tile_load(to + tile * TILE_BYTES, maps.q, [tile * SW128_COLUMNS, head_tile * TILE_M, s_idx, req], q_full)
-            if const_expr(self.rope_apart):
-                for i in cutlass.range_constexpr(2):
-                    column = self.fmt.d_v + i * (SW128_COLUMNS // 2)
-                    to_half = to + self.v_tiles * TILE_BYTES + i * (TILE_BYTES // 2)
-                    tile_load(to_half, maps.q_rope, [column, head_tile * TILE_M, s_idx, req], q_full)
-            for half in cutlass.range_constexpr(2):  # where rope's zeros may have been there is Q
-                zeros = self.rope_zeros(shared, slot, half)
-                smem_tensor(zeros, Uint32, 1)[0] = Uint32(0)
-            slot, phase = advance(slot, phase, K_SLOTS)
+            for q_pieces in cutlass.range_constexpr(len(self.q_parts)):
+                cute.arch.mbarrier_wait(shared.k_empty + slot, phase ^ 1)
+                self.load_q(maps, req, s_idx, head_tile, self.q_parts[q_pieces], shared, slot)
+                slot, phase = advance(slot, phase, self.config.k_slots)
             for block in cutlass.range(work.first_block, work.last_block, unroll=1):
                 tensor_map = self.of_cache(params, work, block, maps.rope)
                 cute.arch.mbarrier_wait(shared.index_full + index_slot, index_phase)
                 cute.arch.mbarrier_wait(shared.k_empty + slot, phase ^ 1)
-                full = shared.rope_full + slot
                 masks = []
                 for half in (0, 1):
                     valid = shared.valid + (2 * index_slot + half) * 4
-                    masks.append(self.groups_to_copy(valid, self.rope_zeros(shared, slot, half)))
+                    to_copy = self.groups_to_copy(valid, self.rope_zeros(shared, slot, half))
+                    masks.append(cutlass.select_(has_rope, to_copy, Uint32(0)))
                 num_groups = Int32(cute.arch.popc(masks[0])) + Int32(cute.arch.popc(masks[1]))
-                cute.arch.mbarrier_arrive_and_expect_tx(full, num_groups * (4 * self.fmt.rope_bytes))
-                to = shared.k + slot * self.k_bytes + self.nope_tiles * TILE_BYTES
+                self.expect(shared.rope_full + slot, num_groups * (4 * pieces * piece_bytes))
+                full = self.mma_barrier(shared.rope_full + slot)
+                to = shared.k + slot * self.k_bytes + (self.v_tiles - 1 + self.rope_apart) * TILE_BYTES
                 coords = shared.coords + index_slot * (TILE_N * 4)
-                pieces = 1 + self.rope_apart
-                piece_bytes = self.fmt.rope_bytes // pieces
                 for g in cutlass.range_constexpr(TILE_N // 4):
                     if (masks[g // 8] >> (4 * (g % 8))) & 1 == 1:
                         rows = load_smem_16b(coords + g * 16, Int32)
                         for i in cutlass.range_constexpr(pieces):
                             to_rows = to + i * (TILE_N * piece_bytes) + g * (4 * piece_bytes)
-                            gather4(to_rows, tensor_map, i * piece_bytes // 2, rows, Int32(full.toint()))
+                            gather4(to_rows, tensor_map, first_column + i * piece_bytes // 2, rows, full, self.ctas)
                 cute.arch.mbarrier_arrive(shared.index_empty + index_slot)
                 index_slot, index_phase = advance(index_slot, index_phase, self.config.index_slots)
-                slot, phase = advance(slot, phase, K_SLOTS)
+                slot, phase = advance(slot, phase, self.config.k_slots)
+
+    def load_q(
+        self, maps: Maps, req: Int32, s_idx: Int32, head_tile: Int32, pieces: list, shared: Shared, slot: Int32
+    ) -> None:
+        """Pieces of Q into a slot of K: each 64 heads of one half of the dims, then of the other."""
+        self.expect(shared.rope_full + slot, sum(TILE_BYTES * (2 if piece < 4 else 1) for piece in pieces))
+        full = self.mma_barrier(shared.rope_full + slot)
+        for i, piece in enumerate(pieces):
+            for side in (0, 1):
+                to = shared.k + slot * self.k_bytes + i * (2 * TILE_BYTES)
+                if piece < 4:
+                    tensor_map, column, to = maps.q, self.piece_tiles[piece][side] * SW128_COLUMNS, to + side * TILE_BYTES
+                else:
+                    tensor_map, column = maps.q_rope, self.fmt.d_v + side * (SW128_COLUMNS // 2)
+                    to = to + side * (TILE_BYTES // 2)
+                tile_load(to, tensor_map, [column, head_tile * TILE_M, s_idx, req], full, self.ctas)
+        for half in (0, 1):  # where rope's zeros may have been there is Q
+            smem_tensor(self.rope_zeros(shared, slot, half), Uint32, 1)[0] = Uint32(0)
 
     @cute.jit
-    def dequant(self, params: Params, t: Int32, shared: Shared):
+    def dequant(self, params: Params, head_tile: Int32, t: Int32, shared: Shared):
         """K but for rope: e4m3 * scale in bf16, rounded once, in the swizzled layout of the tensor core.
 
-        Consumes raw records, MODEL1's scales; waits for k_empty. Produces K (k_full). Warp w has rows 8 w ... 8 w + 7 of 32. A
+        Consumes raw records and scales; waits for k_empty. Produces K (k_full). Warp w has rows 8 w ... 8 w + 7 of 32. A
         lane has one row and 16 columns of every tile, so chosen that any 8 lanes in order read and write different banks.
         """
         lane, w = t % 32, cute.arch.make_warp_uniform(t // 32)
@@ -741,71 +792,81 @@ class SparseDecode:
         index_slot, index_phase = Int32(0), Int32(0)
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, req)
-            slot, phase = advance(slot, phase, K_SLOTS)  # Q's
+            for _ in cutlass.range_constexpr(len(self.q_parts)):
+                slot, phase = advance(slot, phase, self.config.k_slots)
             for _ in cutlass.range(work.first_block, work.last_block, unroll=1):
-                if const_expr(self.fmt.scale_plane):
-                    cute.arch.mbarrier_wait(shared.index_full + index_slot, index_phase)
                 cute.arch.mbarrier_wait(shared.k_empty + slot, phase ^ 1)
                 for half in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_wait(shared.raw_full + raw_slot, raw_phase)
                     token = RAW_TOKENS * half + 8 * w + row
                     record = shared.raw + (raw_slot * RAW_TOKENS + 8 * w + row) * self.raw_pitch
                     to = shared.k + slot * self.k_bytes + token * 128
-                    scales = self.load_scales(record, shared.scales + (index_slot * TILE_N + token) * 8)
-                    for tile in cutlass.range_constexpr(self.nope_tiles):
-                        codes = load_smem_16b(record + tile * SW128_COLUMNS + column * 16)
-                        scale = scales[tile * SW128_COLUMNS // self.fmt.quant_tile]
-                        for i in cutlass.range_constexpr(2):
-                            k = cute.make_rmem_tensor(4, Uint32)
-                            for j in cutlass.range_constexpr(2):
-                                for e, pair in enumerate(e4m3_to_bf16(codes[2 * i + j])):
-                                    k[2 * j + e] = self.scaled(pair, scale)
-                            store_smem_16b(to + tile * TILE_BYTES + chunks[i], k)
+                    # Behind raw_full, which the raw warp has armed behind index_full: the scales are there too.
+                    scales = self.load_scales(record, shared.scales + (index_slot * TILE_N + token) * 8, head_tile)
+                    from_codes = record + column * 16
+                    for tile in cutlass.range_constexpr(self.v_tiles - 1):
+                        self.convert(from_codes, to, tile, scales, chunks)
+                    # MODEL1's last tile is rope: of one CTA, or of the second one.
+                    if ((head_tile == 0) & (self.ctas == 2)) | self.rope_apart:
+                        self.convert(from_codes, to, self.v_tiles - 1, scales, chunks)
                     self.release(shared.raw_empty + raw_slot)
                     raw_slot, raw_phase = advance(raw_slot, raw_phase, self.config.raw_slots)
                 cute.arch.fence_proxy("async.shared", space="cta")  # K becomes visible to the tensor core
-                self.release(shared.k_full + slot)
-                if const_expr(self.fmt.scale_plane):
+                self.release_mma(shared.k_full + slot)
+                if const_expr(self.scales_apart):
                     self.release(shared.index_empty + index_slot)
                     index_slot, index_phase = advance(index_slot, index_phase, self.config.index_slots)
-                slot, phase = advance(slot, phase, K_SLOTS)
+                slot, phase = advance(slot, phase, self.config.k_slots)
+
+    def convert(self, codes: Int32, to: Int32, tile: int, scales: list, chunks: list) -> None:
+        """16 codes of a column tile, times their scale, into two chunks of 8 bf16."""
+        words = load_smem_16b(codes + tile * SW128_COLUMNS)
+        scale = scales[tile * SW128_COLUMNS // self.fmt.quant_tile]
+        for i in (0, 1):
+            k = cute.make_rmem_tensor(4, Uint32)
+            for j in (0, 1):
+                for e, pair in enumerate(e4m3_to_bf16(words[2 * i + j])):
+                    k[2 * j + e] = self.scaled(pair, scale)
+            store_smem_16b(to + tile * TILE_BYTES + chunks[i], k)
 
     @cute.jit
     def mma(self, params: Params, tmem: Int32, shared: Shared):
-        """All that the tensor core does: Q to tensor memory, S = Q K^T a block ahead, O += P V. One thread.
+        """All that the tensor core does: Q to tensor memory, S = Q K^T a block ahead, O += P V. One thread, for all CTAs.
 
         Consumes Q, K, rope, P; waits for s_empty. Produces S (s_full), O (o_full), free slots of K (k_empty).
         """
         part = self.load_part(shared)
-        slot, q_phase, n = Int32(0), Int32(0), Int32(0)  # n: blocks whose S has been issued
-        uses = Int32(0)  # parities of k_full and rope_full, a bit a slot: Q has slots too, but not these barriers
+        slot, phase, n = Int32(0), Int32(0), Int32(0)  # n: blocks whose S has been issued
+        uses = Int32(0)  # parities of k_full, a bit a slot: for Q, which has slots too, dequant does not arrive
+        of_last = Int32(0)  # slot of the block before
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, req)
-            cute.arch.mbarrier_wait(shared.q_full, q_phase)
-            # Nothing reads the last Q any more: softmax has had its last S, or its last P would not have come.
-            self.copy_q(tmem, shared.k + slot * self.k_bytes)
-            commit(Int32((shared.k_empty + slot).toint()))
-            q_phase ^= 1
-            slot ^= 1
+            for i in cutlass.range_constexpr(len(self.q_parts)):
+                self.wait_mma(shared.rope_full + slot, phase)
+                # Nothing reads the last Q any more: softmax has had its last S, or its last P would not have come.
+                self.copy_q(tmem, shared.k + slot * self.k_bytes, self.q_parts[i])
+                commit(shared.k_empty + slot, self.ctas)
+                slot, phase = advance(slot, phase, self.config.k_slots)
             for block in cutlass.range(work.first_block, work.last_block + 1, unroll=1):
+                before = of_last
                 if block < work.last_block:
-                    cute.arch.mbarrier_wait(shared.rope_full + slot, (uses >> slot) & 1)
-                    cute.arch.mbarrier_wait(shared.k_full + slot, (uses >> slot) & 1)
-                    cute.arch.mbarrier_wait(shared.s_empty, (n & 1) ^ 1)
+                    self.wait_mma(shared.rope_full + slot, phase)
+                    self.wait_mma(shared.k_full + slot, (uses >> slot) & 1)
+                    self.wait_mma(shared.s_empty, (n & 1) ^ 1)
                     tmem_fence_after()  # softmax's reads of S before it is written again
                     self.multiply_qk(tmem, shared.k + slot * self.k_bytes)
-                    commit(Int32(shared.s_full.toint()))
+                    commit(shared.s_full, self.ctas)
                     uses ^= 1 << slot
+                    of_last = slot
+                    slot, phase = advance(slot, phase, self.config.k_slots)
                     n += 1
                 if block > work.first_block:
                     done = n - 1 - Int32(block < work.last_block)  # blocks whose P V has been issued
-                    cute.arch.mbarrier_wait(shared.p_full, done & 1)
+                    self.wait_mma(shared.p_full, done & 1)
                     tmem_fence_after()  # softmax's reads and stores of O before it is added to
-                    self.multiply_pv(tmem, shared.p, shared.k + (slot ^ 1) * self.k_bytes, block - 1 > work.first_block)
-                    commit(Int32((shared.k_empty + (slot ^ 1)).toint()))
-                    commit(Int32(shared.o_full.toint()))
-                if block < work.last_block:
-                    slot ^= 1
+                    self.multiply_pv(tmem, shared.p, shared.k + before * self.k_bytes, block - 1 > work.first_block)
+                    commit(shared.k_empty + before, self.ctas)
+                    commit(shared.o_full, self.ctas)
 
     @cute.jit
     def softmax(
@@ -817,10 +878,10 @@ class SparseDecode:
         Consumes S (s_full), valid, O (o_full). Produces P (p_full), out, lse, or a piece of them.
         """
         w = cute.arch.make_warp_uniform(t // 32)
-        half, head = w // 2, t % TILE_M
+        half, head = cute.arch.make_warp_uniform(w // 2), t % TILE_M
         tmem = tmem + (w << 21)  # its 32 lanes: a warp reaches no other ones
         part = self.load_part(shared)
-        index_slot, index_phase, n = Int32(0), Int32(0), Int32(0)
+        index_slot, n = Int32(0), Int32(0)
         p_row = shared.p + head * 128
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, req)
@@ -828,12 +889,13 @@ class SparseDecode:
             for block in cutlass.range(work.first_block, work.last_block, unroll=1):
                 cute.arch.mbarrier_wait(shared.s_full, n & 1)
                 tmem_fence_after()  # the tensor core's S before it is read
-                partial = [tmem_load(tmem + (TMEM_S + 32 * i), 32) for i in (0, 1)]
+                others = tmem_load(tmem + TMEM_S + 32 * (1 - half), 32)  # of the keys of the lane with the other half
+                s = tmem_load(tmem + TMEM_S + 32 * half, 32)
                 tmem_wait_load()
                 tmem_fence_before()
-                self.release(shared.s_empty)
-                s = self.sum_halves(partial, head, half, shared)
-                cute.arch.mbarrier_wait(shared.index_full + index_slot, index_phase)
+                self.release_mma(shared.s_empty)
+                self.sum_halves(s, others, head, half, shared)
+                # Behind s_full, behind rope_full, which the rope warp has armed behind index_full: valid is there.
                 valid = smem_tensor(shared.valid + (index_slot * 2 + half) * 4, Uint32, 1)[0]
                 top = Float32(-INF)
                 for i in cutlass.range_constexpr(TILE_N // 2):
@@ -854,7 +916,7 @@ class SparseDecode:
                     s[i] = cute.math.exp2(s[i] - row_max, fastmath=True)
                     row_sum = row_sum + s[i]
                 self.release(shared.index_empty + index_slot)  # valid has been used
-                index_slot, index_phase = advance(index_slot, index_phase, self.config.index_slots)
+                index_slot, _ = advance(index_slot, Int32(0), self.config.index_slots)
                 cute.arch.mbarrier_wait(shared.o_full, (n & 1) ^ 1)  # the last block's P is read, its O complete
                 if is_raised & (block > work.first_block):
                     tmem_fence_after()
@@ -866,7 +928,7 @@ class SparseDecode:
                     store_smem_16b(p_row + ((4 * half + j) ^ (head % 8)) * 16, p)
                 cute.arch.fence_proxy("async.shared", space="cta")  # P becomes visible to the tensor core
                 tmem_fence_before()
-                self.release(shared.p_full)
+                self.release_mma(shared.p_full)
                 n += 1
             row_sum += self.of_other_half(shared.row + WARPGROUP * 4, row_sum, head, half)
             cute.arch.mbarrier_wait(shared.o_full, (n & 1) ^ 1)
@@ -881,6 +943,36 @@ class SparseDecode:
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
+
+    # A pair's mma warp is that of the first CTA.
+
+    @cute.jit
+    def release_mma(self, barrier: cute.Pointer):
+        """One arrival a warp, where the mma warp waits."""
+        if const_expr(self.ctas == 1):
+            self.release(barrier)
+        else:
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                arrive_leader(barrier)
+
+    def expect(self, barrier: cute.Pointer, num_bytes) -> None:
+        """One thread's arrival there, behind which so many bytes of its CTA are to come."""
+        if self.ctas == 1:
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, num_bytes)
+        else:
+            expect_leader(barrier, Int32(num_bytes))
+
+    def mma_barrier(self, barrier: cute.Pointer) -> Int32:
+        """What copies name to signal there."""
+        return Int32(barrier.toint()) if self.ctas == 1 else in_leader(barrier)
+
+    @cute.jit
+    def wait_mma(self, barrier: cute.Pointer, parity: Int32):
+        if const_expr(self.ctas == 1):
+            cute.arch.mbarrier_wait(barrier, parity)
+        else:
+            wait_cluster(barrier, parity)
 
     @cute.jit
     def of_cache(self, params: Params, work: Work, block: Int32, maps: tuple) -> Int64:
@@ -907,16 +999,19 @@ class SparseDecode:
     def rope_zeros(self, shared: Shared, slot: Int32, half: int) -> Int32:
         return shared.zeros + (self.config.raw_slots + 2 * slot + half) * 4
 
-    def load_scales(self, record: Int32, scales: Int32) -> list:
+    def load_scales(self, record: Int32, scales: Int32, head_tile: Int32) -> list:
         """A token's scales as (high, low), pairs of one bf16: high + low is the scale to 2 ** -17; low None: high is."""
+        count = self.v_tiles * SW128_COLUMNS // self.fmt.quant_tile  # MODEL1's eighth is a pad byte
         if self.fmt.scale_plane:
-            packed = smem_tensor(scales, Uint32, 2)
-            fields = [(packed[i // 4] >> (8 * (i % 4))) & 255 for i in range(self.fmt.num_scales)]
+            first = scales if self.ctas == 1 else scales + 4 * head_tile  # four bytes for each of two CTAs
+            words = [smem_tensor(first + 4 * i, Uint32, 1)[0] for i in range(-(-count // 4))]
+            fields = [(words[i // 4] >> (8 * (i % 4))) & 255 for i in range(count)]
             bits = [cutlass.select_(f == 255, Uint32(0x7FC0), cutlass.max(f << 7, Uint32(0x40))) for f in fields]
             return [(x | (x << 16), None) for x in bits]
+        first = scales if self.scales_apart else record + self.fmt.scale_offset
         pairs = []
-        for i in range(self.fmt.num_scales):
-            scale = smem_tensor(record + self.fmt.scale_offset + 4 * i, Float32, 1)[0]
+        for i in range(count):
+            scale = smem_tensor(first + 4 * i, Float32, 1)[0]
             high = bf16_pair(scale, scale)
             low = scale - (high << 16).bitcast(Float32)
             pairs.append((high, bf16_pair(low, low)))
@@ -929,56 +1024,49 @@ class SparseDecode:
             return mul_bf16x2(pair, high)
         return fma_bf16x2(pair, high, mul_bf16x2(pair, low))
 
-    def copy_q(self, tmem: Int32, q: Int32) -> None:
-        """Q from its slot: lanes 0-63 get the even column tiles, lanes 64-127 the odd ones; V32's rope in halves."""
-        for pair in range(self.v_tiles // 2):
-            source = smem_descriptor(q + pair * (2 * TILE_BYTES), SWIZZLE_128B, 16, 1024)
-            for k in range(4):
-                copy_to_tmem(tmem + (TMEM_Q + 32 * pair + 8 * k), source + 2 * k)
-        if self.rope_apart:
-            source = smem_descriptor(q + self.v_tiles * TILE_BYTES, SWIZZLE_64B, 16, 512)
-            for k in range(2):
-                copy_to_tmem(tmem + (TMEM_Q + 16 * self.v_tiles + 8 * k), source + 2 * k)
+    def copy_q(self, tmem: Int32, q: Int32, pieces: list) -> None:
+        """Pieces of Q from their slot: lanes 0-63 get one half of the dims of the heads, lanes 64-127 the other."""
+        for i, piece in enumerate(pieces):
+            is_rope = piece == 4
+            swizzle, rows_8 = (SWIZZLE_64B, 512) if is_rope else (SWIZZLE_128B, 1024)
+            source = smem_descriptor(q + i * (2 * TILE_BYTES), swizzle, 16, rows_8)
+            for k in range(2 if is_rope else 4):
+                copy_to_tmem(tmem + (TMEM_Q + 32 * piece + 8 * k), source + 2 * k, self.ctas)
 
     def multiply_qk(self, tmem: Int32, k: Int32) -> None:
-        """S = Q K^T in two halves of the dims: an even column tile of K and the odd one behind it are 128 rows of B."""
-        for pair in range(self.v_tiles // 2):
-            b = smem_descriptor(k + pair * (2 * TILE_BYTES), SWIZZLE_128B, 16, 1024)
-            for i in range(4):
-                q = tmem + (TMEM_Q + 32 * pair + 8 * i)
-                mma_ws(tmem + TMEM_S, q, b + 2 * i, MMA_QK, pair + i > 0)
-        if self.rope_apart:
-            b = smem_descriptor(k + self.v_tiles * TILE_BYTES, SWIZZLE_64B, 16, 512)
-            for i in range(2):
-                mma_ws(tmem + TMEM_S, tmem + (TMEM_Q + 16 * self.v_tiles + 8 * i), b + 2 * i, MMA_QK, True)
+        """S = Q K^T in two halves of the dims: B's rows are the keys twice, with a tile of each half. One CTA has both, one
+        behind the other, two CTAs one each."""
+        for piece in range(4 + self.rope_apart):
+            is_rope = piece == 4
+            swizzle, rows_8 = (SWIZZLE_64B, 512) if is_rope else (SWIZZLE_128B, 1024)
+            b = smem_descriptor(k + piece * (2 * TILE_BYTES // self.ctas), swizzle, 16, rows_8)
+            for i in range(2 if is_rope else 4):
+                q = tmem + (TMEM_Q + 32 * piece + 8 * i)
+                mma(tmem + TMEM_S, q, b + 2 * i, self.mma_qk, piece + i > 0, self.ctas)
 
     def multiply_pv(self, tmem: Int32, p: Int32, k: Int32, accumulate: Boolean) -> None:
-        """O (+)= P V, 256 columns at a time: of these lanes 0-63 have the left half, lanes 64-127 the right one."""
+        """O (+)= P V, 256 columns at a time: of these lanes 0-63 have the left half, or the first CTA's, lanes 64-127 the
+        other one."""
         a = smem_descriptor(p, SWIZZLE_128B, 16, 1024)
-        for half in range(2):
-            b = smem_descriptor(k + half * (4 * TILE_BYTES), SWIZZLE_128B, TILE_BYTES, 1024)
+        for step in range(2):
+            b = smem_descriptor(k + step * (4 * TILE_BYTES // self.ctas), SWIZZLE_128B, TILE_BYTES, 1024)
             for i in range(TILE_N // 16):  # of 16 keys, 2048 bytes of a tile
-                mma_ws(tmem + 128 * half, a + 2 * i, b + 128 * i, MMA_PV, accumulate if i == 0 else True)
+                first = accumulate if i == 0 else True
+                mma(tmem + 128 * step, a + 2 * i, b + 128 * i, self.mma_pv, first, self.ctas)
 
     @cute.jit
-    def sum_halves(self, partial: list, head: Int32, half: Int32, shared: Shared) -> cute.Tensor:
-        """S of this thread's 32 keys. Lanes l and l + 64 have the products over two halves of the dims, of all 64 keys: each
-        gives the other what it has of the other's keys."""
-        s = cute.make_rmem_tensor(TILE_N // 2, Float32)
-        sent = cute.make_rmem_tensor(TILE_N // 2, Float32)
-        for i in cutlass.range_constexpr(TILE_N // 2):
-            s[i] = cutlass.select_(half == 0, partial[0][i], partial[1][i])
-            sent[i] = cutlass.select_(half == 0, partial[1][i], partial[0][i])
+    def sum_halves(self, s: cute.Tensor, others: cute.Tensor, head: Int32, half: Int32, shared: Shared):
+        """S of this thread's 32 keys in `s`. Lanes l and l + 64 have the products over two halves of the dims, of all 64 keys:
+        each gives the other what it has of the other's keys."""
         step = TILE_M * 16
         to, of = [shared.exchange + h * (8 * step) + head * 16 for h in (1 - half, half)]
         for j in cutlass.range_constexpr(8):
-            store_smem_16b(to + j * step, cute.make_tensor(sent.iterator + 4 * j, 4))
+            store_smem_16b(to + j * step, cute.make_tensor(others.iterator + 4 * j, 4))
         self.sync_pair(head)
         for j in cutlass.range_constexpr(8):
             other = load_smem_16b(of + j * step, Float32)
             for i in cutlass.range_constexpr(4):
                 s[4 * j + i] = s[4 * j + i] + other[i]
-        return s
 
     @cute.jit
     def of_other_half(self, row: Int32, value: Float32, head: Int32, half: Int32) -> Float32:
@@ -994,7 +1082,7 @@ class SparseDecode:
     @cute.jit
     def rescale(self, tmem: Int32, alpha: Float32):
         """O of this warp's lanes times a factor for each."""
-        for i in cutlass.range_constexpr(256 // 32):
+        for i in cutlass.range(256 // 32, unroll=1):
             o = tmem_load(tmem + 32 * i, 32)
             tmem_wait_load()
             for j in cutlass.range_constexpr(32):
@@ -1008,6 +1096,8 @@ class SparseDecode:
         row_max: Float32, row_sum: Float32, shared: Shared,
     ):  # fmt: skip
         """lse, and O normalised: to out, or of a split request to scratch, where the sink does not count yet."""
+        # Or all addresses of the way out are computed before the first request, kept in registers, and spill.
+        t, head_tile = opaque(t), opaque(head_tile)
         half, head = t // TILE_M, head_tile * TILE_M + t % TILE_M
         is_split, slot = self.split_of(part, req)
         sink_log2 = None
@@ -1032,11 +1122,12 @@ class SparseDecode:
         shared: Shared,
     ):  # fmt: skip
         """O to out as bf16, by TMA: in four rounds each half of the threads makes a tile of 64 columns."""
-        half, row = cute.arch.make_warp_uniform(t // TILE_M), t % TILE_M
+        w, row = cute.arch.make_warp_uniform(t // 32), t % TILE_M
+        half = w // 2
         # That half of the exchange buffer to which these two warps give their scores: all four warps are done with it, or the
         # last P would not have been multiplied; and nobody else writes there next.
         staging = shared.exchange + (1 - half) * TILE_BYTES
-        for i in cutlass.range_constexpr(4):
+        for i in cutlass.range(4, unroll=1):
             for k in cutlass.range_constexpr(2):
                 o = tmem_load(tmem + (64 * i + 32 * k), 32)
                 tmem_wait_load()
@@ -1048,11 +1139,12 @@ class SparseDecode:
                     store_smem_16b(staging + row * 128 + ((4 * k + j) ^ (row % 8)) * 16, words)
             cute.arch.fence_proxy("async.shared", space="cta")  # the tile becomes visible to TMA
             self.sync_store(half)
-            if row == 0:
-                column = (i // 2) * 256 + half * 128 + (i % 2) * 64
-                tile_store(maps.out, [column, head_tile * TILE_M, s_idx, req], staging)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if w % 2 == 0:
+                with cute.arch.elect_one():
+                    column = half * 256 + i * 64 if self.ctas == 2 else (i // 2) * 256 + half * 128 + (i % 2) * 64
+                    tile_store(maps.out, [column, head_tile * TILE_M, s_idx, req], staging)
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()  # the barrier is one for whole warps
             self.sync_store(half)  # the tile is read: the next one, or the next block's scores, may overwrite it
 
@@ -1067,18 +1159,26 @@ class SparseDecode:
         """O to scratch for combine: fp16 over a power of two for each head and 256 columns, in fragment order."""
         lane, half, row = t % 32, cute.arch.make_warp_uniform(t // TILE_M), t % TILE_M
         head = head_tile * TILE_M + row
-        for side in cutlass.range_constexpr(2):  # of d_v: this thread has 128 of its 256 columns
-            largest = Float32(0)
+        largest = cute.make_rmem_tensor(2, Float32)  # of this thread's two times 128 columns
+        for run in cutlass.range_constexpr(2):
+            largest[run] = Float32(0)
             for i in cutlass.range_constexpr(4):
-                columns = tmem_load(tmem + (128 * side + 32 * i), 32)
+                columns = tmem_load(tmem + (128 * run + 32 * i), 32)
                 tmem_wait_load()
                 for j in cutlass.range_constexpr(32):
-                    largest = max_abs(largest, columns[j] * factor)
-            # Two places in turn: the last one may still be read.
-            row_at = shared.row + side * (WARPGROUP * 4)
-            largest = cute.arch.fmax(largest, self.of_other_half(row_at, largest, row, half))
-            exponent = cutlass.max(largest.bitcast(Uint32) >> 23, Uint32(30))  # biased; both powers of two are normal numbers
-            if (half == side) & (head < self.h_q):
+                    largest[run] = max_abs(largest[run], columns[j] * factor)
+        for run in cutlass.range_constexpr(2):
+            if const_expr(self.ctas == 1):  # the other 128 columns of a side of d_v are in the other half of the threads
+                side, first = run, half * 8
+                row_at = shared.row + run * (WARPGROUP * 4)  # two places in turn: the last one may still be read
+                top = cute.arch.fmax(largest[run], self.of_other_half(row_at, largest[run], row, half))
+                writes_scale = half == run
+            else:
+                side, first = half, 8 * run
+                top = cute.arch.fmax(largest[0], largest[1])
+                writes_scale = run == 0
+            exponent = cutlass.max(top.bitcast(Uint32) >> 23, Uint32(30))  # biased; both powers of two are normal numbers
+            if writes_scale & (head < self.h_q):
                 at = self.piece_of(params, slot, s_idx, head // GROUP, side) + (SCALES + head % GROUP * 4)
                 global_tensor(at, Float32, 1)[0] = ((exponent - 14) << 23).bitcast(Float32)
             inverse = factor * ((268 - exponent) << 23).bitcast(Float32)  # O * inverse is in 2 ** 14 ... 2 ** 15
@@ -1086,9 +1186,9 @@ class SparseDecode:
                 group = head_tile * (TILE_M // GROUP) + row // 32 * 2 + u
                 if group * GROUP < self.h_q:
                     by_row = [cute.arch.shuffle_sync(inverse, 16 * u + lane // 4 + 8 * r) for r in (0, 1)]
-                    piece = self.piece_of(params, slot, s_idx, group, side) + (half * 8 * 512 + lane * 16)
+                    piece = self.piece_of(params, slot, s_idx, group, side) + (first * 512 + lane * 16)
                     for i in cutlass.range_constexpr(4):
-                        fragment = tmem_load(tmem + (u << 20) + (128 * side + 32 * i), 16, "16x256b")
+                        fragment = tmem_load(tmem + (u << 20) + (128 * run + 32 * i), 16, "16x256b")
                         tmem_wait_load()
                         for j in cutlass.range_constexpr(2):
                             words = cute.make_rmem_tensor(4, Uint32)
@@ -1097,7 +1197,7 @@ class SparseDecode:
                                 words[e] = fp16_pair(fragment[c] * by_row[e % 2], fragment[c + 1] * by_row[e % 2])
                             cute.autovec_copy(words, global_tensor(piece + (2 * i + j) * 512, Uint32, 4))
 
-    def piece_of(self, params: Params, slot: Int32, s_idx: Int32, group: Int32, side: int) -> Int64:
+    def piece_of(self, params: Params, slot: Int32, s_idx: Int32, group: Int32, side) -> Int64:
         """Address of 16 heads and 256 columns of a piece in scratch."""
         return params.o_partial[Int64(slot), s_idx, group, side, None].iterator.toint()
 
