@@ -7,7 +7,8 @@ lse_partial. With m the largest lse_partial of a row, S = sum 2^(lse_i - m) and 
     G  := log2(2^G + 2^(sink log2 e))        the sink counts once, here; without anything attended G = sink log2 e
     out = sum of 2^(lse_i - G) o_i           in an order that plan and shape alone decide: the same bits every time
 
-Two pieces the main kernel merges itself, in whichever part ends last; for three or more that would be a chain.
+Two pieces the main kernel merges itself, in whichever part ends last; for three or more that would be a chain. Blackwell's
+leaves all to this one (`fewest`), and keeps all its pieces in fp16.
 
 O is kept in *fragment order*, as the warps of the main kernel hold it in accumulators: lane 4 g + c has of the j-th 8 columns
 heads g + 8 r and columns 2 c + e (r, e = 0, 1). o_partial [slots, s_q, groups of 16 heads, 2 halves of 256 columns, 16 KiB]

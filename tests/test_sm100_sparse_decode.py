@@ -235,6 +235,15 @@ def test_rescaling_whenever_a_maximum_grows():
 
 
 @pytest.mark.emulate
+def test_two_tiles_of_heads_without_a_pair():
+    case = Case(b=1, h_q=70, s_kv=200, topk=130, holes=True)
+    x = make_inputs(case)
+    with emulator.session(arch=ARCH, num_sms=4, options=Options.schedule(2)):
+        result = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), config=sm100.Config(), backend="emulator")
+    check(result, reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs()))
+
+
+@pytest.mark.emulate
 def test_maxima_that_outgrow_the_threshold():
     """Logits of hundreds: by the shipped threshold, and not for all heads of a warp at once."""
     case = Case(b=2, h_q=64, s_kv=400, topk=320, topk_length=True, sink=True, holes=True, seed=4)

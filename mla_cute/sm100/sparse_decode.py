@@ -4,9 +4,9 @@ Compiled for sm_100a and sm_103a and executed by the emulator; not yet run on ha
 
 | role    | warps | registers | consumes                      | produces                                     |
 |---------|-------|-----------|-------------------------------|----------------------------------------------|
-| index   | 7     | 104       | indices                       | coords, valid, MODEL1's scales (index_full)  |
-| load    | 5, 6  | 104       | coords, valid                 | raw records (raw_full), rope and Q (rope_full, q_full) |
-| dequant | 8-11  | 192       | raw records                   | K, which is V (k_full)                       |
+| index   | 7     | 104       | indices                       | coords, valid, some scales (index_full)      |
+| load    | 5, 6  | 104       | coords, valid                 | raw records (raw_full), rope and Q (rope_full) |
+| dequant | 8-11  | 192       | raw records, scales           | K, which is V (k_full)                       |
 | mma     | 4     | 104       | Q, K, rope, P                 | S (s_full), O (o_full), free slots (k_empty) |
 | softmax | 0-3   | 208       | S, valid, O                   | P (p_full), out, lse                         |
 
@@ -14,10 +14,10 @@ Compiled for sm_100a and sm_103a and executed by the emulator; not yet run on ha
    -> [dequant] e4m3 * scale in bf16 -> K -> [mma] S = Q K^T in tensor memory -> [softmax] P -> [mma] O += P V -> out
 
 A CTA owns one partition of the plan (a run of key blocks, perhaps of several requests) for one query token and one tile of
-64 heads. Load, mma are one thread each. One block (t: key, h: head):
+64 heads. Load and mma are one thread each. One block (t: key, h: head):
  1. row[t] = page * rows a page + offset, -1 for what does not count: TMA then writes zeros                         [index]
  2. K[t] = codes * scale, rounded once to bf16: q * high + round(q * low) with scale = high + low, two bf16         [dequant]
- 3. S[h, t] = Q[h] K[t], of even and odd tiles of 64 dims apart (below), while O takes in the block before          [mma]
+ 3. S[h, t] = Q[h] K[t], of two halves of the dims apart (below), before O takes in the block before this one       [mma]
  4. z = S * softmax_scale * log2(e), masked; m[h] stays unless z of some head of the warp exceeds it by 8: then it
     becomes the maximum, and O *= exp2(m - m') in tensor memory                                                     [softmax]
  5. P = exp2(z - m) in bf16 -> shared memory; l = l * exp2(m - m') + sum P, of P before it is rounded               [softmax]
@@ -25,40 +25,45 @@ A CTA owns one partition of the plan (a run of key blocks, perhaps of several re
 After a request's last block lse = m ln 2 + ln(l), and O / (l + sink) goes through shared memory to out by TMA; of a split
 request O / l goes to scratch, for combine (2 pieces or more).
 
-M = 64 fills half of tensor memory's 128 lanes, and half of the tensor core: 4,096 FLOP a cycle. `tcgen05.mma.ws` with M = 64
-has two groups of B's rows side by side in lanes, each with a copy of A of its own, at the full 8,192. So QK multiplies two
-halves of Q's dims (lanes 0-63: even tiles, 64-127: odd ones) with a tile of K each, as FlashMLA does: Q takes 144 columns,
-and two lanes share a head, whose halves they add over shared memory. The same rate without that sum would need Q twice, 288
-columns, which do not fit beside O's 256. A further form, two plain M = 64 products in lanes 0-15 and 16-31 of each warp,
-would add the halves by shuffles: half rate, which shared memory would hide; to be tried on hardware. PV has different columns
-of V in the two halves of lanes, and nothing to add.
+Up to 64 heads, one CTA. M = 64 fills half of tensor memory's 128 lanes, and half of the tensor core: 4,096 FLOP a cycle.
+`tcgen05.mma.ws` with M = 64 has two groups of B's rows side by side in lanes, each with a copy of A of its own, at the full
+8,192. So QK multiplies two halves of Q's dims (lanes 0-63: even tiles, 64-127: odd ones) with a tile of K each, as FlashMLA
+does: Q takes 144 columns, and two lanes share a head, whose halves they add over shared memory. The same rate without that sum
+would need Q twice, 288 columns, which do not fit beside O's 256. A further form, two plain M = 64 products in lanes 0-15 and
+16-31 of each warp, would add the halves by shuffles: half rate, which shared memory would hide; to be tried on hardware. PV
+has different columns of V in the two halves of lanes, and nothing to add.
+
+More heads: a pair of CTAs, each with 64 heads of Q and of O and half of the dims of K: 256 columns of every record, half of
+rope (of MODEL1 the second CTA has all of it). One MMA of cta_group::2 with M = 128 multiplies both CTAs' heads with both
+halves, in the same two groups of lanes: each key is gathered, converted and read once for 128 heads. The first CTA's mma warp
+issues; what it waits for arrives from both (`release_mma`), what it commits goes to both. Config.ctas = 1 would make of 128
+heads two tiles, each with all of the work on the keys: 2,650 cycles instead of 1,560.
 
 Budget of a block in SM cycles, B200: 148 SMs, 8,192 FLOP a cycle (2,250 TFLOPS at 1.86 GHz), 128 B a cycle for all of shared
-memory, TMA's writes and the tensor core's reads included; 8 TB/s are 29 B a cycle for an SM.
+memory, TMA's writes and the tensor core's reads included; 8 TB/s are 29 B a cycle for an SM. Instructions are PTX's, of one
+warp, counted by the emulator from 4 to 12 blocks; a scheduler has one warp of softmax, one of dequant and one of the others.
 
-| what | arithmetic | cycles |
-|---|---|---|
-| tensor core | QK 18 x 64 x 128 x 16, PV 8 x 64 x 256 x 16 multiply-adds / 4,096 | 1,088 |
-| gather | 656 B x 64 / 29, unless L2 has it | 1,448 |
-| shared memory | TMA 42 K, raw 33 K, K written 64 K, read by QK 72 K and PV 64 K, P 8 + 16 K, halves of S 32 K | 2,650 |
-| tensor memory | S read, 128 lanes x 64 x 4 B / 512; O twice 4 times that when rescaled | 64 |
-| softmax | 470 instructions a warp, one warp a scheduler; exp2: 4,224 / 16 | 470; 264 |
-| dequant | 619 instructions a warp, one warp a scheduler; conversions 16 K / 64, bf16x2 products 32 K / 128 | 619; 256 |
-| load, index, mma | 166 + 181 + 69 + 149 instructions, a warp each | 181 |
+| what | one CTA, 64 heads | cycles | each of a pair, 64 heads | cycles |
+|---|---|---|---|---|
+| tensor core | QK 18 x 64 x 128 x 16, PV 8 x 64 x 256 x 16 multiply-adds / 4,096 | 1,088 | the same | 1,088 |
+| gather | 656 B x 64 / 29, unless L2 has it | 1,448 | half | 724 |
+| shared memory: TMA, raw read | 42 K + 33 K | | 22 K + 17 K | |
+| K written; read by QK, PV | 64 K + 72 K + 64 K | | 32 K + 36 K + 32 K | |
+| P; halves of S | 24 K + 32 K; sum / 128 | 2,650 | 24 K + 32 K | 1,560 |
+| tensor memory | S, 128 x 64 x 4 B / 512; O twice 4 times that when rescaled | 64 | the same | 64 |
+| softmax | 399 instructions; exp2 4,224 / 16 | 399; 264 | the same | 399; 264 |
+| dequant | 619; conversions 16 K / 64, bf16x2 products 32 K / 128 | 619; 256 | half; 357 instructions | 357; 128 |
+| others | raw 166, rope 181, index 69, mma 152 | 181 | 172, 160, 91, 160 | 172 |
 
-Instructions are PTX's, counted by the emulator from 4 to 12 blocks (MODEL1: softmax 470, dequant 545). Shared memory bounds it:
-8.9 MFLOP in 2,650 cycles are 41 % of the peak, 925 TFLOPS (MODEL1: 2,450 cycles, 940). FlashMLA reports 350 (2026-04) and 1,024
-(2026-09, records of 528 B), flash_attn/cute's sparse kernel about 900 to 950.
+Shared memory bounds both: 8.9 MFLOP in 2,650 cycles are 41 % of the peak, 925 TFLOPS, in 1,560 70 %, 1,570 TFLOPS (MODEL1:
+2,450 and 1,490 cycles, 940 and 1,550). FlashMLA reports 350 (2026-04) and 1,024 (2026-09, records of 528 B), flash_attn/cute's
+sparse kernel about 900 to 950.
 
-128 heads are two tiles of heads, two CTAs that each gather and convert every key: simple, and the same 925 TFLOPS. A pair of
-CTAs with cta_group::2, each with half of the dims of K, would halve all of K's traffic for 64 heads: (42 + 33 + 64 + 72 + 64)
-/ 2 + 56 = 194 K, 1,550 cycles, up to 1,580 TFLOPS. It is the next step, when there is hardware to run it on.
-
-Shared memory (bytes): K, 2 slots of 73,728 = 147,456, where Q of the next request and rope arrive too; raw records 3 x 32 x
-544 = 52,224; halves of S, also the way out of O, 16,384; P 8,192; rows, masks, barriers 2.4 K. Tensor memory (columns): O 256,
-Q 144, S 64 of 512. Sources of the ideas: FlashMLA (plan, split and combine, gather4, two halves of dims, lazy rescaling).
-Ours: exact scales at three instructions for two values, Q as a tenant of K's ring, pieces in combine's order straight from
-tensor memory, any page stride.
+Shared memory (bytes): K, 2 slots of 73,728 (a pair: 4 of 36,864) = 147,456, where Q of the next request and rope arrive too;
+raw records 3 x 32 x 544 = 52,224 (5 x 32 x 288 = 46,080); halves of S, also the way out of O, 16,384; P 8,192; rows, masks,
+scales, barriers 2.4 K (4.5 K). Tensor memory (columns): O 256, Q 144, S 64 of 512. Sources of the ideas: FlashMLA (plan,
+split and combine, gather4, halves of dims in one CTA and in two, lazy rescaling). Ours: exact scales at three instructions
+for two values, Q as a tenant of K's ring, pieces in combine's order straight from tensor memory, any page stride.
 """
 
 import enum
@@ -564,8 +569,10 @@ class SparseDecode:
 
     @cute.jit
     def sync_ctas(self):
-        cute.arch.sync_threads()
-        if const_expr(self.ctas == 2):
+        """All threads, of both CTAs of a pair."""
+        if const_expr(self.ctas == 1):
+            cute.arch.sync_threads()
+        else:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
