@@ -255,6 +255,28 @@ def test_maxima_that_outgrow_the_threshold():
 
 
 @pytest.mark.emulate
+@pytest.mark.parametrize("kv_format", ["v32", "model1"])
+def test_nan_stays_in_its_request(kv_format):
+    """A request whose keys are all NaN, and behind it, in the same slots, one with groups that are not copied because nothing
+    in them counts, and one without a key."""
+    case = Case(b=3, h_q=64, s_kv=300, topk=130, sink=True, kv_format=kv_format, strided=False)
+    x = make_inputs(case)
+    options = x.kwargs() | {"topk_length": torch.tensor([130, 130, 0], dtype=torch.int32)}
+    x.indices[0] = 5
+    x.indices[1][x.indices[1] == 5] = -1
+    x.indices[1, 0, 4:60] = -1
+    fmt = case.format
+    page = x.kv_cache[0].as_strided((fmt.row_bytes,), (1,), x.kv_cache.storage_offset() + 5 * fmt.row_bytes)
+    page.fill_(0xFF)  # codes and rope; of V32 scales too
+    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **options)
+    with emulator.session(arch=ARCH, num_sms=1, options=Options.schedule(3)):
+        out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **options, backend="emulator")
+    assert expected[0][0].isnan().all() and out[0].isnan().all() and lse[0].isnan().all()
+    assert expected[0][1].isfinite().all()
+    check((out[1:], lse[1:]), (expected[0][1:], expected[1][1:]))
+
+
+@pytest.mark.emulate
 def test_the_cases_split_and_do_not_split():
     splits = []
     for case, num_sms, _ in CASES:
@@ -342,3 +364,54 @@ def test_pages_that_are_no_whole_records_apart(kv_format, page_block_size, gap):
     expected = reference.sparse_decode(x.q, cache, x.indices, **x.kwargs())
     with emulator.session(arch=ARCH, num_sms=2, options=Options.schedule(2)):
         check(mla_cute.sparse_decode(x.q, cache, x.indices, **x.kwargs(), backend="emulator"), expected)
+
+
+# Taken out of the main kernel one at a time, these must be missed; every SAMPLE-th of them here, because each takes seconds.
+# tcgen05.fence and wait::ld are not among them: the emulator takes what mbarriers acquire and release for known, and a
+# register's use for a wait. What goes unnoticed is the wait at the end for the other CTA: both free tensor memory together.
+SYNCHRONISING = re.compile(
+    r"fence\.proxy\.async|fence\.mbarrier|bar\.sync|barrier\.cluster|mbarrier\.arrive|mbarrier\.try_wait"
+    r"|tcgen05\.(wait::st|commit)|bulk\.(wait|commit)_group"
+)
+SAMPLE = 6
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("h_q, kv_format", [(128, "v32"), (64, "model1")])
+def test_synchronisation_is_missed_when_it_is_gone(h_q, kv_format):
+    """Requests of one block behind one another, and more blocks than any ring has slots."""
+    from test_emulator_mutations import without
+
+    lengths = (64, 20, 330, 100)
+    x = make_inputs(Case(b=4, h_q=h_q, s_kv=400, topk=384, kv_format=kv_format, sink=True, holes=True, strided=False))
+    topk_length = torch.tensor(lengths, dtype=torch.int32)
+    plan = reference.plan(lengths, 1, fixed_overhead_blocks=0)
+    ours = {"softmax_scale": x.softmax_scale, "topk_length": topk_length, "attn_sink": x.attn_sink}
+    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **ours)
+    problem = Problem(h_q=h_q, d_qk=x.q.shape[3], kv_format=kv_format, **LENGTHS)
+    config = dataclasses.replace(sm100.default_config(problem), rescale_bits=0.0)
+    kernel = load(sm100, problem, config, ARCH)
+
+    def trouble(kernel, schedules=(0, 1, 2)):
+        for n in schedules:
+            out, lse = (torch.full(t.shape, math.nan, dtype=t.dtype) for t in expected)
+            args = x.attn_sink, float(x.softmax_scale), *plan, torch.empty(0), out, lse, 1, 1
+            with emulator.session(arch=ARCH, options=Options.schedule(n), strict=False) as s:
+                kernel(x.q, x.kv_cache, x.indices, topk_length, None, None, None, *args)
+            if s.findings:
+                return str(s.findings[0])
+            try:
+                check((out, lse), expected)
+            except AssertionError as e:
+                return f"wrong numbers: {e}"
+        return None
+
+    assert trouble(kernel, range(4)) is None
+    lines = kernel.modules[0].text.split("\n")
+    begin = {name: i for i, line in enumerate(lines) for name in ("mla_sparse", "mla_combine") if f".entry {name}" in line}
+    first, last = begin["mla_sparse"], begin["mla_combine"]
+    assert first < last
+    found = [i for i in range(first, last) if SYNCHRONISING.search(lines[i]) and not lines[i].lstrip().startswith("//")]
+    assert len(found) > 50
+    unnoticed = [lines[i].strip() for i in found[::SAMPLE] if trouble(without(kernel, i)) is None]
+    assert [line for line in unnoticed if not line.startswith("barrier.cluster.wait")] == []
