@@ -2,9 +2,12 @@
 (emulate)."""
 
 import dataclasses
+import importlib.util
+import json
 import math
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,6 +184,17 @@ def test_the_planner_compiles_for_sm_103a():  # for sm_100a: tests/test_schedule
 # ---- emulate tier ----
 
 
+@pytest.mark.emulate
+def test_the_script_for_a_real_one(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("blackwell", Path(__file__).parent.parent / "benchmarks" / "blackwell.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.main(["--emulate", "--only", "1", "--out", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["failures"] == 0 and [sorted(check) for check in found["checks"]] == [["case", "seconds"]]
+    assert "1 checks, 0 timed, 0 failures" in capsys.readouterr().out
+
+
 SCHEDULES = 8
 FEW = 3  # of the cases that only vary a size
 # (case, SMs of the GPU that the plan is made for, schedules): formats, 1 to 128 heads, 1 to 6 blocks of keys, split and whole
@@ -188,7 +202,7 @@ FEW = 3  # of the cases that only vary a size
 CASES = [
     (Case(b=3, h_q=64, s_kv=400, topk=320, topk_length=True, sink=True, holes=True, seed=2), 9, SCHEDULES),
     (Case(b=5, h_q=64, s_kv=200, topk=130, topk_length=True, sink=True, duplicates=True, outside=True), 1, SCHEDULES),
-    (Case(b=1, h_q=64, s_kv=70, topk=65, topk_length=True, sink=True, all_invalid=True), 2, FEW),
+    (Case(b=1, h_q=64, s_kv=70, topk=65, topk_length=True, sink=True, all_invalid=True), 5, FEW),
     (Case(b=2, h_q=64, s_kv=100, topk=70, topk_length=True, sink=True, zero_length=True, seed=3), 3, FEW),
     (Case(b=2, h_q=64, s_kv=300, topk=1, topk_length=True, sink=True, page_block_size=1, scales="amax"), 2, FEW),
     (Case(b=2, h_q=128, s_kv=200, topk=130, holes=True, page_block_size=53, scales="random"), 6, SCHEDULES),

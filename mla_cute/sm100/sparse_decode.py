@@ -303,7 +303,7 @@ class Maps(NamedTuple):
 class Shared(NamedTuple):
     """Addresses in shared memory. Barriers are pointers; of a ring, one a slot."""
 
-    index_full: cute.Pointer  # [index_slots] coords, valid (and MODEL1's scales) of a block are there
+    index_full: cute.Pointer  # [index_slots] coords, valid and scales of a block are there
     index_empty: cute.Pointer  # [index_slots] and are read
     raw_full: cute.Pointer  # [raw_slots] raw records have arrived
     raw_empty: cute.Pointer  # [raw_slots] and are read
@@ -443,7 +443,7 @@ class SparseDecode:
         """A cache as rows that begin where any of its records may: (Rows, map of raw records, map of rope).
 
         Rows lie gcd(record, page stride) bytes apart: whole records if pages are that far apart (FlashMLA's rule), else a
-        part of one, and the rows overlap.
+        part of one, and the rows overlap. Nothing in TMA's documentation forbids that; hardware has not been asked yet.
         """
         fmt = self.fmt
         page_stride = Int64(0)  # of one page alone it may be anything
