@@ -393,23 +393,25 @@ SAMPLE = 6
 @pytest.mark.emulate
 @pytest.mark.parametrize("h_q, kv_format", [(128, "v32"), (64, "model1")])
 def test_synchronisation_is_missed_when_it_is_gone(h_q, kv_format):
-    """Requests of one block behind one another, and more blocks than any ring has slots."""
+    """Requests of one block behind one another, more blocks than any ring has slots, and a request in two pieces."""
     from test_emulator_mutations import without
 
-    lengths = (64, 20, 330, 100)
-    x = make_inputs(Case(b=4, h_q=h_q, s_kv=400, topk=384, kv_format=kv_format, sink=True, holes=True, strided=False))
+    lengths = (64, 20, 630, 100)
+    x = make_inputs(Case(b=4, h_q=h_q, s_kv=700, topk=640, kv_format=kv_format, sink=True, holes=True, strided=False))
     topk_length = torch.tensor(lengths, dtype=torch.int32)
-    plan = reference.plan(lengths, 1, fixed_overhead_blocks=0)
+    plan = reference.plan(lengths, 2, fixed_overhead_blocks=0)
     ours = {"softmax_scale": x.softmax_scale, "topk_length": topk_length, "attn_sink": x.attn_sink}
     expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **ours)
     problem = Problem(h_q=h_q, d_qk=x.q.shape[3], kv_format=kv_format, **LENGTHS)
     config = dataclasses.replace(sm100.default_config(problem), rescale_bits=0.0)
     kernel = load(sm100, problem, config, ARCH)
+    assert plan[1].diff().tolist() == [1, 1, 2, 1]
 
     def trouble(kernel, schedules=(0, 1, 2)):
         for n in schedules:
             out, lse = (torch.full(t.shape, math.nan, dtype=t.dtype) for t in expected)
-            args = x.attn_sink, float(x.softmax_scale), *plan, torch.empty(0), out, lse, 1, 1
+            scratch = torch.full((schedule.scratch_size(2, 1, h_q),), math.nan)
+            args = x.attn_sink, float(x.softmax_scale), *plan, scratch, out, lse, 2, 1
             with emulator.session(arch=ARCH, options=Options.schedule(n), strict=False) as s:
                 kernel(x.q, x.kv_cache, x.indices, topk_length, None, None, None, *args)
             if s.findings:
