@@ -88,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-times", action="store_true", help="checks alone")
     parser.add_argument("--emulate", action="store_true", help="on the CPU: the small checks alone")
     parser.add_argument("--only", type=int, help="so many checks")
+    parser.add_argument("--commit", help="what to write as commit; default: ask git")
     args = parser.parse_args(argv)
     if not args.emulate:
         if not torch.cuda.is_available():
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     arch = EMULATED_ARCH if args.emulate else jit.arch_of("cuda")
     where = {"python": platform.python_version(), "arch": arch}
     if not args.emulate:
-        where |= bench.provenance(None) | {"sms": torch.cuda.get_device_properties(0).multi_processor_count}
+        where |= bench.provenance(args.commit) | {"sms": torch.cuda.get_device_properties(0).multi_processor_count}
     report = {"where": where, "checks": [], "resources": [], "records": [], "failures": 0}
 
     def save():

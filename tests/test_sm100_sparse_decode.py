@@ -230,6 +230,8 @@ def test_emulated(case, num_sms, schedules):
         with emulator.session(arch=ARCH, num_sms=num_sms, options=Options.schedule(n)) as s:  # strict: a finding raises
             result = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), config=config, backend="emulator")
         assert s.findings == []
+        (launch,) = (grid.launch for grid in s.grids if grid.launch.kernel.startswith("mla_sparse_decode_sm100"))
+        assert launch.smem_bytes <= config.smem_bytes(case.format) <= launch.smem_bytes + 2048  # what alignments may take
         check(result, expected)
         first = first or result
         assert_bitwise(result[0], first[0], name="out")  # whatever the order of the warps
@@ -378,6 +380,23 @@ def test_pages_that_are_no_whole_records_apart(kv_format, page_block_size, gap):
     expected = reference.sparse_decode(x.q, cache, x.indices, **x.kwargs())
     with emulator.session(arch=ARCH, num_sms=2, options=Options.schedule(2)):
         check(mla_cute.sparse_decode(x.q, cache, x.indices, **x.kwargs(), backend="emulator"), expected)
+
+
+@pytest.mark.emulate
+@pytest.mark.parametrize("name", ["far pages, two tiles of heads", "one page, and an extra cache"])
+def test_large_addresses(name):
+    """The cases of Hopper's, with pages as far apart as TMA's rows reach: 656 * 2 ** 27 bytes, and 2 ** 31 tokens of MODEL1."""
+    from test_large import EMULATED, Pages, check_moved
+
+    case, where, rows = EMULATED[name]
+    if case.extra_topk:
+        where = where | {"extra": Pages((2**31 - 1) // 62, 61, 62 * 576)}
+    else:
+        where = where | {"main": Pages(9, 61, 656 * 2**27)}
+    config = dataclasses.replace(sm100.default_config(case.problem), fixed_overhead_blocks=5)  # some whole, some split
+    with emulator.session(arch=ARCH, num_sms=3 * case.s_q * case.problem.head_tiles) as s:  # three parts
+        check_moved(make_inputs(case), case, backend="emulator", config=config, **where, **rows)
+    assert s.findings == []
 
 
 # Taken out of the main kernel one at a time, these must be missed; every SAMPLE-th of them here, because each takes seconds.
