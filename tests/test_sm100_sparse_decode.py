@@ -332,6 +332,8 @@ def run_pieces(kernel, x, topk_length, plan, expected, n, strict=True):
     args = x.attn_sink, float(x.softmax_scale), *plan, scratch, out, lse, 3, 12345
     with emulator.session(arch=ARCH, options=Options.schedule(n), strict=strict) as s:
         kernel(x.q, x.kv_cache.view(torch.uint8), x.indices, topk_length, None, None, None, *args)
+    (combine,) = (grid.launch for grid in s.grids if grid.launch.kernel.startswith("mla_combine"))
+    assert combine.grid[0] <= 2 * 4 * 2 * -(-x.q.shape[2] // 64)  # two an SM: parts, query tokens, tiles of heads
     return s.findings, out, lse
 
 

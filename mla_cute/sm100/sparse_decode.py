@@ -918,10 +918,12 @@ class SparseDecode:
                     new_max = cute.arch.fmax(row_max, top)
                 alpha = cute.math.exp2(row_max - new_max, fastmath=True)
                 row_max = new_max
-                row_sum = row_sum * alpha
+                sums = cute.make_rmem_tensor(4, Float32)  # of 8 keys each: one sum of 32 would be a long chain
+                sums.fill(0.0)
                 for i in cutlass.range_constexpr(TILE_N // 2):
                     s[i] = cute.math.exp2(s[i] - row_max, fastmath=True)
-                    row_sum = row_sum + s[i]
+                    sums[i % 4] = sums[i % 4] + s[i]
+                row_sum = row_sum * alpha + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
                 self.release(shared.index_empty + index_slot)  # valid has been used
                 index_slot, _ = advance(index_slot, Int32(0), self.config.index_slots)
                 cute.arch.mbarrier_wait(shared.o_full, (n & 1) ^ 1)  # the last block's P is read, its O complete
