@@ -51,7 +51,7 @@ warp, counted by the emulator from 4 to 12 blocks; a scheduler has one warp of s
 | K written; read by QK, PV | 64 K + 72 K + 64 K | | 32 K + 36 K + 32 K | |
 | P; halves of S | 24 K + 32 K; sum / 128 | 2,650 | 24 K + 32 K | 1,560 |
 | tensor memory | S, 128 x 64 x 4 B / 512; O twice 4 times that when rescaled | 64 | the same | 64 |
-| softmax | 399 instructions; exp2 4,224 / 16 | 399; 264 | the same | 399; 264 |
+| softmax | 403 instructions; exp2 4,224 / 16 | 403; 264 | the same | 403; 264 |
 | dequant | 619; conversions 16 K / 64, bf16x2 products 32 K / 128 | 619; 256 | half; 357 instructions | 357; 128 |
 | others | raw 166, rope 181, index 69, mma 152 | 181 | 172, 160, 91, 160 | 172 |
 
