@@ -164,7 +164,7 @@ class Peak(NamedTuple):
     gbps: float
 
 
-PEAKS = {"NVIDIA H200": Peak(989.0, 4800.0)}  # the vendor's figures
+PEAKS = {"NVIDIA H200": Peak(989.0, 4800.0), "NVIDIA B200": Peak(2250.0, 8000.0)}  # the vendor's figures
 
 
 def counts(inputs: Inputs) -> tuple[int, int]:

@@ -7,7 +7,8 @@ lse_partial. With m the largest lse_partial of a row, S = sum 2^(lse_i - m) and 
     G  := log2(2^G + 2^(sink log2 e))        the sink counts once, here; without anything attended G = sink log2 e
     out = sum of 2^(lse_i - G) o_i           in an order that plan and shape alone decide: the same bits every time
 
-Two pieces the main kernel merges itself, in whichever part ends last; for three or more that would be a chain.
+Two pieces the main kernel merges itself, in whichever part ends last; for three or more that would be a chain. Blackwell's
+leaves all to this one (`fewest`), and keeps all its pieces in fp16.
 
 O is kept in *fragment order*, as the warps of the main kernel hold it in accumulators: lane 4 g + c has of the j-th 8 columns
 heads g + 8 r and columns 2 c + e (r, e = 0, 1). o_partial [slots, s_q, groups of 16 heads, 2 halves of 256 columns, 16 KiB]
@@ -40,7 +41,7 @@ THREADS = 32 * WARPS
 BLOCK = 2  # units of a warp, which share the weights
 PIECES = 4  # in a lane's registers: with BLOCK units of each 8 loads are in flight
 MAX_SHARES = 8  # warps among which the pieces are divided
-MAX_CTAS = 264  # two an SM: what registers allow
+CTAS_PER_SM = 2  # what registers allow
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 INF = float("inf")
@@ -68,11 +69,15 @@ def normalise(top: Float32, total: Float32, sink_log2: Float32 | None) -> tuple[
 
 
 class Combine:
-    """The combine of one problem, launched by a host function that has just launched the main kernel on `stream`."""
+    """The combine of one problem, launched by a host function that has just launched the main kernel on `stream`.
 
-    def __init__(self, problem: Problem):
+    fewest: pieces of a request that it takes, 2 or 3; of fewer the main kernel makes the result.
+    """
+
+    def __init__(self, problem: Problem, fewest: int = 3):
+        self.fewest = fewest
         self.h_q, self.d_v = problem.h_q, problem.d_v
-        self.groups = -(-problem.h_q // GROUP)
+        self.groups, self.head_tiles = -(-problem.h_q // GROUP), problem.head_tiles
 
     @cute.jit
     def launch(
@@ -87,12 +92,12 @@ class Combine:
         max_splits: Int32,  # the most pieces that a request may be in
         stream,
     ):
-        """Writes out and lse of the requests in three pieces or more; the others are left as the main kernel wrote them.
+        """Writes out and lse of the requests in `fewest` pieces or more; the others are left as the main kernel wrote them.
 
         Programmatic dependent launch: the main kernel must be launched without it, and may trigger early.
         """
-        # Each of these requests begins in one part and has at least one for itself.
-        most = min(out.shape[0], (metadata.shape[0] - 1) // 2)
+        # Each of these requests begins in one part and has at least one for itself, or one to end in.
+        most = min(out.shape[0], (metadata.shape[0] - 1) // (self.fewest - 1))
         shares = Int32(1)
         if max_splits >= 32:
             shares = Int32(MAX_SHARES)
@@ -100,8 +105,9 @@ class Combine:
             shares = Int32(4)
         elif max_splits >= 8:
             shares = Int32(2)
-        ctas = min(most * out.shape[1] * (self.groups * UNITS // BLOCK) * shares // WARPS, MAX_CTAS)
-        if (max_splits > 2) & (ctas > 0):
+        sms = metadata.shape[0] * out.shape[1] * self.head_tiles  # of the main kernel: a CTA each
+        ctas = min(most * out.shape[1] * (self.groups * UNITS // BLOCK) * shares // WARPS, CTAS_PER_SM * sms)
+        if (max_splits >= self.fewest) & (ctas > 0):
             self.kernel(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse, shares).launch(
                 grid=[ctas, 1, 1],
                 block=[THREADS, 1, 1],
@@ -140,14 +146,16 @@ class Combine:
         num_parts = metadata.shape[0]
         for first in cutlass.range(0, num_parts, THREADS, unroll=1):  # once, but for plans larger than any GPU's
             # The plan is older than the main kernel: it may be read while that one still runs. A part that holds split 1 of
-            # a request, and has split 2 behind it, owns the merge.
+            # a request, and, if two pieces are too few, has split 2 behind it, owns the merge.
             part = first + tid
             split, next_split = Int32(0), Int32(0)
             if part < num_parts:
                 split = metadata[part, 4]
             if part + 1 < num_parts:
                 next_split = metadata[part + 1, 4]
-            is_owner = (split == 1) & (next_split == 2)
+            is_owner = split == 1
+            if const_expr(self.fewest > 2):
+                is_owner = is_owner & (next_split == 2)
             owners = cute.arch.vote_ballot_sync(is_owner)
             if first > 0:
                 cute.arch.sync_threads()  # the last round's are read

@@ -61,7 +61,8 @@ def sparse_decode(
         kv_cache: [num_blocks, page_block_size, 1, bytes_per_token] in uint8, int8 or float8_e4m3fn, as
             `quantize_kv_cache` writes it: 656 bytes a token are V32 (DeepSeek V3 to V3.2), 584 MODEL1 (DeepSeek V4).
             stride(1) = bytes_per_token, address and page stride multiples of 16 bytes; gaps between pages are not read.
-            Any page size, at most 2**31 - 1 tokens.
+            Any page size, at most 2**31 - 1 tokens. On Blackwell pages that are no whole records apart must lie within
+            2**31 times the largest number of bytes that divides both: 32 GiB or more.
         indices: [b, s_q, topk] int32, page * page_block_size + offset (`to_cache_indices`), last dim contiguous, topk
             >= 1. Entries that are no token of the cache (negative, or num_blocks * page_block_size and more) are skipped
             wherever they stand, nothing is read for them; duplicates count each time.
@@ -101,7 +102,8 @@ def sparse_decode(
     multiplies in fp16, q / 16 by keys over a power of two of their own, and sums in fp32. So values of q from 2**20 on make
     their head's out and lse NaN, and below 2**-13 they lose bits; scales belong between 2**-60 and 2**60; and in out a key
     loses bits if its probability times its largest scale is below 2**-21 of the list's largest such product, or in columns
-    whose scale is below 2**-26 of its largest.
+    whose scale is below 2**-26 of its largest. Blackwell's multiplies in bf16: keys are rounded like the reference's, to 2**-17
+    of their last place or so, and probabilities once.
 
     Raises ValueError or TypeError naming the argument, what is needed and what came; NotImplementedError when the
     device's architecture has no kernel or the DSL cannot compile it. All of them before anything is launched.
@@ -269,6 +271,8 @@ def _prepare(problem, plan, config, impl, backend, q, kv_cache, indices, extra_k
     else:
         kernel_config = module.default_config(problem) if config is None else config
     kernel_config.check(problem)
+    if hasattr(module, "check_caches"):
+        module.check_caches(kv_cache, extra_kv_cache)
     tile_n = kernel_config.tile_n
     where.admit(b * s_q * problem.head_tiles * (-(-topk // tile_n) + -(-extra_topk // tile_n)))
     parts = kernel_config.num_parts(problem, s_q, where.num_sms) if plan is None else plan.num_parts

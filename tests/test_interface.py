@@ -612,7 +612,7 @@ class TestBackend:
         refused(ValueError, "backend: must be None or", x.q, x.kv_cache, x.indices, backend="gpu")
         with pytest.raises(ValueError, match="^backend: the emulator takes CPU tensors, got tensors on cuda:0"):
             interface.target(torch.device("cuda", 0), "emulator")
-        with emulator.session(arch="sm_100a"), pytest.raises(NotImplementedError, match="or an emulated one, with a kernel"):
+        with emulator.session(arch="sm_120a"), pytest.raises(NotImplementedError, match="or an emulated one, with a kernel"):
             mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, backend="emulator")
         large = torch.zeros(64, 2, 128, 576, dtype=torch.bfloat16), x.kv_cache, torch.zeros(64, 2, 2048, dtype=torch.int32)
         refused(ValueError, "too large to emulate: 8192 blocks of keys take about 20 minutes;", *large, backend="emulator")
