@@ -93,9 +93,12 @@ def main(argv: list[str] | None = None) -> int:
     if not args.emulate:
         if not torch.cuda.is_available():
             parser.exit(1, "needs a Blackwell GPU, torch sees none; --emulate runs the checks on the CPU\n")
-        if torch.cuda.get_device_capability()[0] != 10:
-            got = torch.cuda.get_device_capability()
-            parser.exit(1, f"needs a GPU of compute capability 10.x, got {got[0]}.{got[1]} ({torch.cuda.get_device_name()})\n")
+        got = torch.cuda.get_device_capability()
+        if got not in ((10, 0), (10, 3)):
+            name = torch.cuda.get_device_name()
+            parser.exit(1, f"needs a GPU of compute capability 10.0 or 10.3, got {got[0]}.{got[1]} ({name})\n")
+    if not args.out.parent.is_dir():
+        parser.exit(1, f"--out: no directory {args.out.parent}\n")
     cases = [*CHECKS, *([] if args.emulate else LARGE_CHECKS)][: args.only]
     arch = EMULATED_ARCH if args.emulate else jit.arch_of("cuda")
     where = {"python": platform.python_version(), "arch": arch}

@@ -489,9 +489,12 @@ def provenance(commit: str | None) -> dict:
 
     if commit is None:
         git = ["git", "-C", str(Path(__file__).parent)]
-        commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
-        dirty = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True).strip()
-        commit += "-dirty" if dirty else ""
+        try:
+            commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+            dirty = subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True).strip()
+            commit += "-dirty" if dirty else ""
+        except (OSError, subprocess.CalledProcessError):  # no git, or an installed package
+            commit = f"unknown, version {version('mla-cute')}"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "gpu": torch.cuda.get_device_name(),

@@ -322,6 +322,18 @@ def test_variants_are_named(timed):
     assert record["variant"] == "mla_cute.reference"
 
 
+def test_without_git(monkeypatch):
+    def run(command, **options):
+        if command[0] == "git":
+            raise FileNotFoundError("git")
+        return "580.1\n"
+
+    monkeypatch.setattr(bench.subprocess, "check_output", run)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    found = bench.provenance(None)
+    assert re.fullmatch(r"unknown, version \d+\.\d+\.\d+", found["commit"]) and found["driver"] == "580.1"
+
+
 def test_clocks(monkeypatch):
     class Popen:
         polls, stdout = [None, None, 0], SimpleNamespace(read=lambda: "1980, 612.34\n")

@@ -31,7 +31,7 @@ from .machine import Options
 
 PROGRAM = "python -m mla_cute.emulator"
 OPS = ("sparse_decode",)
-ARCHES = ("sm_90a", "sm_100a")
+ARCHES = ("sm_90a", "sm_100a", "sm_103a")
 # Measured on one core of a server, with the kernels of sm90; a kernel without tensor cores takes longer.
 SECONDS_PER_CTA = 0.065  # one of the plan's, by one tile of 64 heads, without work: itself and its 32 CTAs of the combine
 
@@ -173,7 +173,7 @@ def _module(args) -> ModuleType:
         shipped = sorted(f"sm_{p.parent.name[2:]}a" for p in jit.PACKAGE.glob(f"sm*/{args.op}.py"))
         raise NotImplementedError(
             f"--arch: no kernel for {args.arch}; {args.op} has one for {', '.join(shipped)}, "
-            f"the emulator runs {' and '.join(ARCHES)}"
+            f"the emulator runs {', '.join(ARCHES)}"
         )
     if args.impl:
         return select_impl("cpu", args.impl)

@@ -77,7 +77,7 @@ import cutlass.memory
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
 
 from .. import jit
-from ..combine import GROUP, SCALES, Combine, normalise, partials
+from ..combine import GROUP, SCALES, Combine, partials
 from ..kv_cache import MODEL1, V32, KVFormat
 from ..validate import Problem, check_int
 from .helpers import (
@@ -147,7 +147,7 @@ class Config:
     k_slots: int = 2  # blocks of K
     raw_slots: int = 3  # of RAW_TOKENS raw records
     index_slots: int = 4  # blocks whose rows are looked up ahead
-    rescale_bits: float = 8.0  # O is rescaled when a row's maximum has grown by more than a factor of 2 to this
+    rescale_bits: int = 8  # O is rescaled when a row's maximum has grown by more than a factor of 2 to this
 
     def num_parts(self, problem: Problem, s_q: int, num_sms: int) -> int:
         """Partitions of the plan: one CTA per SM over head tiles and query tokens, at least one."""
@@ -169,6 +169,11 @@ class Config:
         """Bytes of a slot of K."""
         return TILE_N * fmt.d_qk * 2 // self.ctas
 
+    def q_parts(self, fmt: KVFormat) -> list[list[int]]:
+        """Pieces of Q (two column tiles, or V32's rope) by the slot of K in which they arrive."""
+        pieces = list(range(4 + (fmt.d_qk > fmt.d_v)))
+        return [pieces] if self.ctas == 1 else [pieces[i : i + 2] for i in range(0, len(pieces), 2)]
+
     def smem_bytes(self, fmt: KVFormat) -> int:
         k = self.k_slots * self.k_bytes(fmt)
         p = TILE_M * TILE_N * 2
@@ -185,7 +190,7 @@ class Config:
                 f"config: sm100.sparse_decode runs sparse_decode on a cache of {' or '.join(FORMATS)}, "
                 f"got {problem.op} on {problem.kv_format}"
             )
-        for name in ("tile_n", "ctas", "k_slots", "raw_slots", "index_slots"):
+        for name in ("tile_n", "ctas", "k_slots", "raw_slots", "index_slots", "rescale_bits"):
             check_int(f"config: {name}", getattr(self, name))
         if self.fixed_overhead_blocks is not None:
             check_int("config: fixed_overhead_blocks", self.fixed_overhead_blocks)
@@ -201,11 +206,14 @@ class Config:
             )
         if self.ctas not in (1, 2) or self.ctas > problem.head_tiles:
             raise ValueError(f"config: ctas must be 1, or 2 for more than {TILE_M} heads, got {self.ctas} for {problem.h_q}")
-        for name in ("k_slots", "raw_slots", "index_slots"):
+        for name in ("raw_slots", "index_slots"):
             if getattr(self, name) < 2:
                 raise ValueError(f"config: {name} must be at least 2, got {getattr(self, name)}")
-        if type(self.rescale_bits) is not float or not 0 <= self.rescale_bits <= 64:
-            raise ValueError(f"config: rescale_bits must be a float in 0..64, got {self.rescale_bits!r}")
+        q_slots = len(self.q_parts(FORMATS[problem.kv_format]))
+        if self.k_slots <= q_slots:  # or dequant, which does not fill those, would lose count of a slot's phases
+            raise ValueError(f"config: k_slots must be at least {q_slots + 1}, {q_slots} of them for Q, got {self.k_slots}")
+        if not 0 <= self.rescale_bits <= 64:
+            raise ValueError(f"config: rescale_bits must be 0..64, got {self.rescale_bits}")
         needed = self.smem_bytes(FORMATS[problem.kv_format])
         if needed > SMEM_LIMIT:
             raise ValueError(f"config: shared memory needs {needed} bytes, the limit is {SMEM_LIMIT}")
@@ -345,8 +353,7 @@ class SparseDecode:
         # QK has two halves of the dims side by side, in five pieces of Q: four of two tiles, the last is V32's rope. One CTA
         # pairs neighbours, two CTAs tile i of the first with tile i of the second. Parts: the pieces in one slot of K.
         self.piece_tiles = [(2 * i, 2 * i + 1) if self.ctas == 1 else (i, i + 4) for i in range(4)]
-        pieces = list(range(4 + self.rope_apart))
-        self.q_parts = [pieces] if self.ctas == 1 else [pieces[i : i + 2] for i in range(0, len(pieces), 2)]
+        self.q_parts = config.q_parts(self.fmt)
         self.mma_qk = instruction_descriptor(TILE_M * self.ctas, 2 * TILE_N, b_is_mn_major=False)
         self.mma_pv = instruction_descriptor(TILE_M * self.ctas, 256, b_is_mn_major=True)
 
@@ -763,6 +770,9 @@ class SparseDecode:
                 cute.arch.mbarrier_arrive(shared.index_empty + index_slot)
                 index_slot, index_phase = advance(index_slot, index_phase, self.config.index_slots)
                 slot, phase = advance(slot, phase, self.config.k_slots)
+        for _ in cutlass.range_constexpr(self.config.k_slots):  # no CTA ends before the last commits have arrived in it
+            cute.arch.mbarrier_wait(shared.k_empty + slot, phase ^ 1)
+            slot, phase = advance(slot, phase, self.config.k_slots)
 
     def load_q(
         self, maps: Maps, req: Int32, s_idx: Int32, head_tile: Int32, pieces: list, shared: Shared, slot: Int32
@@ -888,7 +898,7 @@ class SparseDecode:
         half, head = cute.arch.make_warp_uniform(w // 2), t % TILE_M
         tmem = tmem + (w << 21)  # its 32 lanes: a warp reaches no other ones
         part = self.load_part(shared)
-        index_slot, n = Int32(0), Int32(0)
+        index_slot, index_phase, n = Int32(0), Int32(0), Int32(0)
         p_row = shared.p + head * 128
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
             work = self.work_range(params, part, req)
@@ -902,7 +912,8 @@ class SparseDecode:
                 tmem_fence_before()
                 self.release_mma(shared.s_empty)
                 self.sum_halves(s, others, head, half, shared)
-                # Behind s_full, behind rope_full, which the rope warp has armed behind index_full: valid is there.
+                # Long since, for S comes of it; but only this wait promises that valid is seen.
+                cute.arch.mbarrier_wait(shared.index_full + index_slot, index_phase)
                 valid = smem_tensor(shared.valid + (index_slot * 2 + half) * 4, Uint32, 1)[0]
                 top = Float32(-INF)
                 for i in cutlass.range_constexpr(TILE_N // 2):
@@ -925,7 +936,7 @@ class SparseDecode:
                     sums[i % 4] = sums[i % 4] + s[i]
                 row_sum = row_sum * alpha + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
                 self.release(shared.index_empty + index_slot)  # valid has been used
-                index_slot, _ = advance(index_slot, Int32(0), self.config.index_slots)
+                index_slot, index_phase = advance(index_slot, index_phase, self.config.index_slots)
                 cute.arch.mbarrier_wait(shared.o_full, (n & 1) ^ 1)  # the last block's P is read, its O complete
                 if is_raised & (block > work.first_block):
                     tmem_fence_after()
@@ -1112,17 +1123,21 @@ class SparseDecode:
         sink_log2 = None
         if const_expr(params.attn_sink is not None):
             sink_log2 = params.attn_sink[cutlass.min(head, self.h_q - 1)] * LOG2_E
-        lse_log2, exponent = normalise(row_max, row_sum, sink_log2)
+        is_empty = row_sum == 0.0
+        lse_log2 = cute.math.log2(row_sum, fastmath=True) + row_max
         if is_split:
-            is_empty = row_sum == 0.0
             if (half == 0) & (head < self.h_q):
                 params.lse_partial[Int64(slot), s_idx, head] = cutlass.select_(is_empty, Float32(-INF), lse_log2)
             factor = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(row_sum))
             self.store_piece(params, slot, s_idx, head_tile, t, tmem, factor, shared)
         else:
             if (half == 0) & (head < self.h_q):
-                params.lse[Int64(req), s_idx, head] = lse_log2 * LN_2
-            factor = cute.math.exp2(row_max - exponent, fastmath=True)
+                params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse_log2 * LN_2)
+            # Not by way of lse: beside a large maximum it would have lost the sum's bits.
+            denominator = row_sum
+            if const_expr(params.attn_sink is not None):
+                denominator += cute.math.exp2(sink_log2 - row_max, fastmath=True)
+            factor = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
             self.store_out(maps, req, s_idx, head_tile, t, tmem, factor, shared)
 
     @cute.jit
