@@ -103,7 +103,7 @@ def sparse_decode(
     their head's out and lse NaN, and below 2**-13 they lose bits; scales belong between 2**-60 and 2**60; and in out a key
     loses bits if its probability times its largest scale is below 2**-21 of the list's largest such product, or in columns
     whose scale is below 2**-26 of its largest. Blackwell's multiplies in bf16: keys are rounded like the reference's, to 2**-17
-    of their last place or so, and probabilities once.
+    of their last place or so, and probabilities once. A query all of whose scores lie below -7e29 counts as one without keys.
 
     Raises ValueError or TypeError naming the argument, what is needed and what came; NotImplementedError when the
     device's architecture has no kernel or the DSL cannot compile it. All of them before anything is launched.
