@@ -443,7 +443,7 @@ class TestImpl:
             with pytest.raises(NotImplementedError) as caught:
                 mla_cute.select_impl("cuda:1")
             message = str(caught.value)
-            assert message.startswith("q: sparse_decode needs a GPU, or an emulated one, with a kernel (sm90")
+            assert message.startswith("q: sparse_decode needs a GPU, or an emulated one, with a kernel (sm100, sm90)")
             assert "got sm_80a (cuda:1)" in message
             assert "impl=mla_cute.reference" in message
         finally:

@@ -476,7 +476,7 @@ def test_large_addresses(name):
 # tcgen05.fence and wait::ld are not among them: the emulator takes what mbarriers acquire and release for known, and a
 # register's use for a wait. What goes unnoticed is the wait at the end for the other CTA: both free tensor memory together. Nor
 # are two waits (PROMISED, their comments) for what here is over by then: PTX does not promise that.
-PROMISED = "only this wait promises", "no CTA ends before"
+PROMISED = "only this wait promises", "no CTA ends before the last commits"
 SYNCHRONISING = re.compile(
     r"fence\.proxy\.async|fence\.mbarrier|bar\.sync|barrier\.cluster|mbarrier\.arrive|mbarrier\.try_wait"
     r"|tcgen05\.(wait::st|commit)|bulk\.(wait|commit)_group"
