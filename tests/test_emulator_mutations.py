@@ -144,8 +144,10 @@ def test_every_synchronisation_is_missed_when_it_is_gone(kernel, case, share):
     found = places(kernel)
     assert len(found) > 60
     kinds = sorted(set(found.values()))[share::SHARES]
-    # In schedule 2 the pair's first part ends last.
-    unnoticed = [i for i in found if found[i] in kinds and trouble(without(kernel, i), case, range(3)) is None]
+    # In schedule 2 the pair's first part ends last. Schedule 1 does products as late as may be, which is enough for theirs.
+    schedules = {what: (1,) if what.startswith("wgmma") else (0, 1, 2) for what in kinds}
+    missing = {i: schedules[what] for i, what in found.items() if what in kinds}
+    unnoticed = [i for i, numbers in missing.items() if trouble(without(kernel, i), case, numbers) is None]
     lines = kernel.modules[0].text.split("\n")
     expected = Counter({kind: n for kind, n in UNNOTICED.items() if kind in kinds})
     assert Counter(found[i] for i in unnoticed) == expected, "\n".join(f"{i + 1}: {lines[i]}" for i in unnoticed)
