@@ -61,8 +61,9 @@ def test_sparse_decode(case, num_sms):
         assert_bitwise(result[1], first[1], name="lse")
 
 
-@pytest.mark.parametrize("kv_format", ["v32", "model1"])
-@pytest.mark.parametrize("h_q, sink", [(1, True), (16, False), (40, True), (128, True)])
+@pytest.mark.parametrize(
+    "h_q, sink, kv_format", [(1, True, "model1"), (16, False, "v32"), (40, True, "model1"), (128, True, "v32")]
+)
 def test_two_pieces_and_three(h_q, sink, kv_format):
     """Beside whole requests, with empty pieces; in orders of their CTAs in which now one piece, now the other comes last.
 
