@@ -51,9 +51,9 @@ warp, counted by the emulator from 4 to 12 blocks; a scheduler has one warp of s
 | K written; read by QK, PV | 64 K + 72 K + 64 K | | 32 K + 36 K + 32 K | |
 | P; halves of S | 24 K + 32 K; sum / 128 | 2,650 | 24 K + 32 K | 1,560 |
 | tensor memory | S, 128 x 64 x 4 B / 512; O twice 4 times that when rescaled | 64 | the same | 64 |
-| softmax | 403 instructions; exp2 4,224 / 16 | 403; 264 | the same | 403; 264 |
+| softmax | 408 instructions; exp2 4,224 / 16 | 408; 264 | the same | 408; 264 |
 | dequant | 619; conversions 16 K / 64, bf16x2 products 32 K / 128 | 619; 256 | half; 357 instructions | 357; 128 |
-| others | raw 166, rope 181, index 69, mma 152 | 181 | 172, 160, 91, 160 | 172 |
+| others | raw 172, rope 190, index 69, mma 152 | 190 | 172, 160, 91, 160 | 172 |
 
 Shared memory bounds both: 8.9 MFLOP in 2,650 cycles are 41 % of the peak, 925 TFLOPS, in 1,560 70 %, 1,570 TFLOPS (MODEL1:
 2,450 and 1,490 cycles, 940 and 1,550). FlashMLA reports 350 (2026-04) and 1,024 (2026-09, records of 528 B), flash_attn/cute's
