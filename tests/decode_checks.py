@@ -1,4 +1,4 @@
-"""What the gpu tests of sparse decode share: FlashMLA's sizes, a call beside the reference, kernels compiled ahead."""
+"""What tests of sparse decode share: FlashMLA's sizes, a call beside the reference, split requests, kernels compiled ahead."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 import mla_cute
 from mla_cute import jit, reference
 from mla_cute.schedule import scratch_size
-from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, assert_close
+from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_close, make_inputs
 
 # Of FlashMLA's own tests; with extra keys each of them for either cache.
 SIZES = [  # (s_kv, topk, page_block_size)
@@ -72,3 +72,24 @@ def compile_kernels(cases, impl=None):
     }
     jobs += [jit.Job(schedule_kernel, plan, None, arch) for plan in plans]
     jit.compile_ahead(jobs, progress=False)
+
+
+def pieces(h_q, kv_format, sink=True):
+    """Whole requests, one in two pieces and one in three, two of which the same part begins and ends in; some are empty."""
+    lengths = (40, 64, 100, 384, 10)
+    plan = reference.plan(lengths, 4, fixed_overhead_blocks=0)
+    assert plan[1].diff().tolist() == [1, 1, 2, 3, 1]
+    x = make_inputs(
+        Case(b=5, h_q=h_q, s_q=2, s_kv=400, topk=384, kv_format=kv_format, sink=sink, strided=False, holes=True)
+    )
+    token = x.indices.max()  # one that is listed: the others hold NaN
+    x.indices[2, 0, :64] = -1  # the first piece
+    x.indices[3, 0, 320:] = -1  # the last one
+    x.indices[2:4, 1] = -1  # all of them
+    x.indices[2, :, 70] = token  # but the second
+    x.indices[1, 1] = -1
+    topk_length = torch.tensor(lengths, dtype=torch.int32)
+    ours = {"softmax_scale": x.softmax_scale, "topk_length": topk_length, "attn_sink": x.attn_sink}
+    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **ours)
+    assert (expected[1][3, 1] == math.inf).all() and expected[1][2].isfinite().all()
+    return x, topk_length, plan, expected

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from decode_checks import pieces
 
 import mla_cute
 import mla_cute.sm90.sparse_decode as sm90
@@ -69,20 +70,7 @@ def test_two_pieces_and_three(h_q, sink, kv_format):
 
     Scratch and nonce stay the same, as in replays of a CUDA graph: flags must begin anew.
     """
-    lengths = (40, 64, 100, 384, 10)
-    metadata, num_splits = reference.plan(lengths, 4, fixed_overhead_blocks=0)
-    assert num_splits.diff().tolist() == [1, 1, 2, 3, 1]
-    x = make_inputs(Case(b=5, h_q=h_q, s_q=2, s_kv=400, topk=384, kv_format=kv_format, sink=sink, strided=False, holes=True))
-    token = x.indices.max()  # one that is listed: the others hold NaN
-    x.indices[2, 0, :64] = -1  # the first piece
-    x.indices[3, 0, 320:] = -1  # the last one
-    x.indices[2:4, 1] = -1  # all of them
-    x.indices[2, :, 70] = token  # but the second
-    x.indices[1, 1] = -1
-    topk_length = torch.tensor(lengths, dtype=torch.int32)
-    ours = {"softmax_scale": x.softmax_scale, "topk_length": topk_length, "attn_sink": x.attn_sink}
-    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **ours)
-    assert (expected[1][3, 1] == math.inf).all() and expected[1][2].isfinite().all()
+    x, topk_length, (metadata, num_splits), expected = pieces(h_q, kv_format, sink)
     problem = Problem(h_q=h_q, d_qk=x.q.shape[3], kv_format=kv_format, has_topk_length=True, has_attn_sink=sink)
     kernel = load(sm90, problem, sm90.default_config(problem), "sm_90a")
     scratch, first = torch.full((schedule.scratch_size(4, 2, h_q),), math.nan), None

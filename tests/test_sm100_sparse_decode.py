@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from decode_checks import pieces
 
 import mla_cute
 import mla_cute.sm90.sparse_decode as sm90
@@ -373,27 +374,6 @@ def test_the_cases_split_and_do_not_split():
             plan = mla_cute.plan_decode(x.q, x.indices, **x.plan_kwargs(), config=config, backend="emulator")
         splits += plan.num_splits.diff().tolist()
     assert {1, 2, 3} <= set(splits)
-
-
-def pieces(h_q, kv_format):
-    """Whole requests, one in two pieces and one in three, two of which the same part begins and ends in; some are empty."""
-    lengths = (40, 64, 100, 384, 10)
-    plan = reference.plan(lengths, 4, fixed_overhead_blocks=0)
-    assert plan[1].diff().tolist() == [1, 1, 2, 3, 1]
-    x = make_inputs(
-        Case(b=5, h_q=h_q, s_q=2, s_kv=400, topk=384, kv_format=kv_format, sink=True, strided=False, holes=True)
-    )
-    token = x.indices.max()  # one that is listed: the others hold NaN
-    x.indices[2, 0, :64] = -1  # the first piece
-    x.indices[3, 0, 320:] = -1  # the last one
-    x.indices[2:4, 1] = -1  # all of them
-    x.indices[2, :, 70] = token  # but the second
-    x.indices[1, 1] = -1
-    topk_length = torch.tensor(lengths, dtype=torch.int32)
-    ours = {"softmax_scale": x.softmax_scale, "topk_length": topk_length, "attn_sink": x.attn_sink}
-    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **ours)
-    assert (expected[1][3, 1] == math.inf).all() and expected[1][2].isfinite().all()
-    return x, topk_length, plan, expected
 
 
 def run_pieces(kernel, x, topk_length, plan, expected, n, strict=True):

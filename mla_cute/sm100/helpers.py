@@ -8,35 +8,9 @@ import cutlass
 from cutlass import BFloat16, Float16, Float32, Int16, Int32, Int64, Uint32, cute
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 TMEM_COLUMNS = 512
 EVICT_LAST = 0x14F0000000000000  # L2 policy
 SWIZZLE_64B, SWIZZLE_128B = 4, 2  # layout codes of a shared memory descriptor
-
-
-def smem_tensor(addr: Int32, dtype, count: int) -> cute.Tensor:
-    """`count` elements of 32 bits at the shared address `addr`, aligned to their size, as a tensor that vectorises."""
-    ptr = cute.make_ptr(dtype, addr, cute.AddressSpace.smem, assumed_align=4 * count)
-    return cute.make_tensor(ptr, cute.make_layout(count))
-
-
-def global_tensor(addr: Int64, dtype, count: int) -> cute.Tensor:
-    """The same at an address of global memory."""
-    ptr = cute.make_ptr(dtype, addr, cute.AddressSpace.gmem, assumed_align=4 * count)
-    return cute.make_tensor(ptr, cute.make_layout(count))
-
-
-def load_smem_16b(addr: Int32, dtype=Uint32) -> cute.Tensor:
-    """16 bytes of shared memory into registers [4] of a 32-bit type (ld.shared.v4)."""
-    r = cute.make_rmem_tensor(4, dtype)
-    cute.autovec_copy(smem_tensor(addr, dtype, 4), r)
-    return r
-
-
-def store_smem_16b(addr: Int32, r: cute.Tensor) -> None:
-    """Registers [4] of a 32-bit type to 16 bytes of shared memory (st.shared.v4)."""
-    cute.autovec_copy(r, smem_tensor(addr, r.element_type, 4))
 
 
 # ---- pairs of CTAs: the even one, of rank 0, has the thread that issues for both ----
@@ -255,23 +229,9 @@ def fp16_pair(low: Float32, high: Float32) -> Uint32:
     return pack_pair(low, high, Float16)
 
 
-def max_abs(x: Float32, y: Float32) -> Float32:
-    """max(x, |y|); a NaN in y is left out."""
-    code = "{ .reg .f32 a; abs.f32 a, {$r1}; max.f32 {$w0}, {$r0}, a; }"
-    return inline_ptx(code, write_only_types=[Float32], read_only_args=[x, y])
-
-
 def opaque(x: Int32) -> Int32:
     """x, of which the compiler knows nothing before this place."""
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
-
-
-def set_registers(count: int) -> None:
-    """Gives the calling warpgroup `count` registers a thread; 384 threads enter with 168 each."""
-    if count > 168:
-        cute.arch.setmaxregister_increase(count)
-    else:
-        cute.arch.setmaxregister_decrease(count)
 
 
 def advance(slot: Int32, phase: Int32, slots: int) -> tuple[Int32, Int32]:

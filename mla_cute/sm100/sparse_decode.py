@@ -78,11 +78,23 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, con
 
 from .. import jit
 from ..combine import GROUP, SCALES, Combine, partials
-from ..kv_cache import MODEL1, V32, KVFormat
-from ..validate import Problem, check_int
-from .helpers import (
+from ..decode_kernel import (
     LN_2,
     LOG2_E,
+    Part,
+    PlanReader,
+    Work,
+    fake_arguments,
+    global_tensor,
+    load_smem_16b,
+    max_abs,
+    set_registers,
+    smem_tensor,
+    store_smem_16b,
+)
+from ..kv_cache import FORMATS, KVFormat
+from ..validate import Problem, check_int
+from .helpers import (
     SWIZZLE_64B,
     SWIZZLE_128B,
     advance,
@@ -95,19 +107,13 @@ from .helpers import (
     fma_bf16x2,
     fp16_pair,
     gather4,
-    global_tensor,
     in_leader,
     instruction_descriptor,
-    load_smem_16b,
-    max_abs,
     mma,
     mul_bf16x2,
     opaque,
     prefetch_map,
-    set_registers,
     smem_descriptor,
-    smem_tensor,
-    store_smem_16b,
     tile_load,
     tile_store,
     tmem_alloc,
@@ -122,7 +128,6 @@ from .helpers import (
 )
 
 INF = float("inf")
-FORMATS = {fmt.name: fmt for fmt in (V32, MODEL1)}
 TILE_M = 64  # heads of a CTA: the M of an MMA
 TILE_N = 64  # keys of a block
 SW128_COLUMNS = 64  # bf16 columns of one 128-byte swizzle row: the width of a K, Q or O "tile"
@@ -254,24 +259,6 @@ class NamedBarriers(enum.IntEnum):
     STORE = 3  # and 4: warps 2 i and 2 i + 1, whose columns of O go to the same staging buffer
 
 
-class Part(NamedTuple):
-    """One partition of the plan: requests begin_req..end_req inclusive."""
-
-    record: cute.Tensor  # [8] int32
-    begin_req: Int32
-    end_req: Int32
-
-
-class Work(NamedTuple):
-    """What one partition does for one request: key blocks first..last-1."""
-
-    first_block: Int32
-    last_block: Int32
-    length: Int32  # selected tokens of the request in the main cache
-    extra_length: Int32  # and in the extra cache, whose blocks begin behind those
-    num_main_blocks: Int32
-
-
 class Rows(NamedTuple):
     """A cache as rows of a tensor map: token t of page p is row p * page + t * token."""
 
@@ -335,7 +322,7 @@ class Shared(NamedTuple):
     record: cute.Pointer  # [8] int32: the partition's record of the plan
 
 
-class SparseDecode:
+class SparseDecode(PlanReader):
     """The kernel and its host function, specialised for one (Problem, Config)."""
 
     def __init__(self, problem: Problem, config: Config):
@@ -343,6 +330,7 @@ class SparseDecode:
         self.config = config
         self.h_q = problem.h_q
         self.head_tiles = problem.head_tiles
+        self.tile_n = config.tile_n
         self.fmt = FORMATS[problem.kv_format]
         self.ctas = config.ctas
         self.v_tiles = self.fmt.d_v // SW128_COLUMNS // self.ctas  # column tiles of K, in this CTA, that are V too: 8 or 4
@@ -582,41 +570,6 @@ class SparseDecode:
         else:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-
-    # ---- the plan: the only place that turns plan and lengths into block ranges ----
-
-    def load_part(self, shared: Shared) -> Part:
-        """The partition's requests. Idle partitions have begin_req > end_req: every loop is empty."""
-        record = cute.make_tensor(shared.record, 8)
-        return Part(record, record[0], record[1])
-
-    @cute.jit
-    def work_range(self, params: Params, part: Part, req: Int32) -> Work:
-        """The key blocks of `req` in this partition. A request without tokens still has one block, wholly masked."""
-        length = params.indices.shape[2]
-        if const_expr(params.topk_length is not None):
-            length = cutlass.max(cutlass.min(params.topk_length[req], length), 0)
-        num_main_blocks = (cutlass.max(length, 1) + TILE_N - 1) // TILE_N
-        num_blocks, extra_length = num_main_blocks, Int32(0)
-        if const_expr(params.extra_indices is not None):
-            extra_length = params.extra_indices.shape[2]
-            if const_expr(params.extra_topk_length is not None):
-                extra_length = cutlass.max(cutlass.min(params.extra_topk_length[req], extra_length), 0)
-            num_blocks += (extra_length + TILE_N - 1) // TILE_N
-        begin_block, end_block = part.record[2], part.record[3]
-        is_begin, is_end = req == part.begin_req, req == part.end_req
-        first = cutlass.select_(is_begin, begin_block, Int32(0))
-        # At least one block, though the plan may be older than the lengths: all roles and barriers count on it.
-        last = cutlass.max(cutlass.select_(is_end, end_block, num_blocks), first + 1)
-        return Work(first, last, length, extra_length, num_main_blocks)
-
-    def split_of(self, part: Part, req: Int32):
-        """Is the request split; the slot of this partition's piece."""
-        begin_is_split, end_is_split = part.record[5] != 0, part.record[6] != 0
-        is_begin, is_end = req == part.begin_req, req == part.end_req
-        is_split = (is_begin & begin_is_split) | (is_end & end_is_split)
-        # A part that begins and ends in two different split requests writes two pieces, the second behind the first.
-        return is_split, part.record[7] + cutlass.select_((~is_begin) & begin_is_split, Int32(1), Int32(0))
 
     # ---- roles, in the order of the data ----
 
@@ -1238,33 +1191,6 @@ def compile(problem: Problem, config: Config, arch: str):
     a request may be in, 1 saves the combine's launch; nonce is not looked at.
     """
     config.check(problem)
-    sym, sym64 = cute.sym_int, cute.sym_int64
-    b, s_q, topk, parts = sym(), sym(), sym(), sym()
-
-    def rows(dtype, shape, divisibility, align):  # last dim contiguous, the other strides free
-        strides = tuple(sym64(divisibility=divisibility) for _ in shape[:-1]) + (1,)
-        return jit.fake_tensor(dtype, shape, stride=strides, align=align)
-
-    fmt = FORMATS[problem.kv_format]
     return jit.build(
-        SparseDecode(problem, config),
-        rows(BFloat16, (b, s_q, problem.h_q, fmt.d_qk), 8, 16),
-        rows(Uint8, (sym(), sym(), 1, fmt.bytes_per_token), 1, 16),
-        rows(Int32, (b, s_q, topk), 1, 4),
-        jit.fake_tensor(Int32, (b,)) if problem.has_topk_length else None,
-        rows(Uint8, (sym(), sym(), 1, fmt.bytes_per_token), 1, 16) if problem.has_extra else None,
-        rows(Int32, (b, s_q, sym()), 1, 4) if problem.has_extra else None,
-        jit.fake_tensor(Int32, (b,)) if problem.has_extra_topk_length else None,
-        jit.fake_tensor(Float32, (problem.h_q,)) if problem.has_attn_sink else None,
-        Float32(0),
-        jit.fake_tensor(Int32, (parts, 8), align=16),
-        jit.fake_tensor(Int32, (sym(),)),
-        jit.fake_tensor(Float32, (sym(),), align=16),
-        rows(BFloat16, (b, s_q, problem.h_q, fmt.d_v), 8, 16),
-        rows(Float32, (b, s_q, problem.h_q), 1, 4),
-        Int32(0),
-        Int64(0),
-        jit.fake_stream(),
-        arch=arch,
-        name="sparse_decode",
+        SparseDecode(problem, config), *fake_arguments(problem), jit.fake_stream(), arch=arch, name="sparse_decode"
     )

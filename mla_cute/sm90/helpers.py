@@ -4,33 +4,6 @@ import cutlass
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
-
-
-def smem_tensor(addr: Int32, dtype, count: int) -> cute.Tensor:
-    """`count` elements of 32 bits at the shared address `addr`, aligned to their size, as a tensor that vectorises."""
-    ptr = cute.make_ptr(dtype, addr, cute.AddressSpace.smem, assumed_align=4 * count)
-    return cute.make_tensor(ptr, cute.make_layout(count))
-
-
-def global_tensor(addr: Int64, dtype, count: int) -> cute.Tensor:
-    """The same at an address of global memory."""
-    ptr = cute.make_ptr(dtype, addr, cute.AddressSpace.gmem, assumed_align=4 * count)
-    return cute.make_tensor(ptr, cute.make_layout(count))
-
-
-def load_smem_16b(addr: Int32, dtype=Uint32) -> cute.Tensor:
-    """16 bytes of shared memory into registers [4] of a 32-bit type (ld.shared.v4)."""
-    r = cute.make_rmem_tensor(4, dtype)
-    cute.autovec_copy(smem_tensor(addr, dtype, 4), r)
-    return r
-
-
-def store_smem_16b(addr: Int32, r: cute.Tensor) -> None:
-    """Registers [4] of a 32-bit type to 16 bytes of shared memory (st.shared.v4)."""
-    cute.autovec_copy(r, smem_tensor(addr, r.element_type, 4))
-
 
 def bulk_copy_to_smem(dst: Int32, src: Int64, num_bytes: Int32, mbar: Int32) -> None:
     """One lane's 1-D bulk copy global -> shared, 16-byte aligned; the bytes are counted on `mbar` (shared address)."""
@@ -117,12 +90,6 @@ def barrier_any(barrier_id: Int32, num_threads: int, predicate) -> Uint32:
     return inline_ptx(code, write_only_types=[Uint32], read_only_args=[Uint32(predicate), Int32(barrier_id)])
 
 
-def max_abs(x: Float32, y: Float32) -> Float32:
-    """max(x, |y|); a NaN in y is left out."""
-    code = "{ .reg .f32 a; abs.f32 a, {$r1}; max.f32 {$w0}, {$r0}, a; }"
-    return inline_ptx(code, write_only_types=[Float32], read_only_args=[x, y])
-
-
 def opaque(x: Int64) -> Int64:
     """x, which the compiler takes for a value that only a register can give."""
     return inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[x])
@@ -151,9 +118,3 @@ def add_product(x: Float32, y: Float32, weight: Float32) -> Float32:
 
 
 
-def set_registers(count: int) -> None:
-    """Gives the calling warpgroup `count` registers a thread; 384 threads enter with 168 each."""
-    if count > 168:
-        cute.arch.setmaxregister_increase(count)
-    else:
-        cute.arch.setmaxregister_decrease(count)
