@@ -95,6 +95,12 @@ def opaque(x: Int64) -> Int64:
     return inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[x])
 
 
+def add_shared(address: Int32, value: Int32) -> Int32:
+    """Atomic addition in shared memory; returns what was there."""
+    code = "{ .reg .b32 v; mov.b32 v, {$r1}; atom.relaxed.cta.shared.add.u32 {$w0}, [{$r0}], v; }"
+    return inline_ptx(code, write_only_types=[Int32], read_only_args=[address, value])
+
+
 def load_acquire_gpu(address: Int64) -> Int64:
     """64 bits of global memory: when another CTA has released them, what it wrote before is visible from here on."""
     return inline_ptx("ld.acquire.gpu.global.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])

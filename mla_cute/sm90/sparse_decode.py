@@ -81,6 +81,7 @@ from ..kv_cache import FORMATS, KVFormat
 from ..validate import Problem, check_int
 from .helpers import (
     add_product,
+    add_shared,
     barrier_any,
     bf16_to_fp16,
     bulk_copy_to_smem,
@@ -136,7 +137,7 @@ class Config:
         v = V_SLOTS * self.tile_n * HALF * 2
         p = self.tile_n * TILE_M * 2
         raw = self.tile_n * self.raw_pitch(fmt)
-        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 68 + 8 * (5 + 8 + 8 + V_SLOTS + 3)
+        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 76 + 8 * (6 + 8 + 8 + V_SLOTS + 3)
         return q + v + p + raw + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -175,8 +176,7 @@ class NamedBarriers(enum.IntEnum):
     """Hardware barriers (0 is sync_threads)."""
 
     CONVERT = 1  # the 128 threads of convert among themselves
-    Q = 2  # all threads: Q is converted
-    MERGE = 3  # and 4: the 128 threads of a math warpgroup among themselves
+    MERGE = 2  # and 3: the 128 threads of a math warpgroup among themselves
 
 
 class Params(NamedTuple):
@@ -205,6 +205,8 @@ class Shared(NamedTuple):
     """Pointers and tensors in shared memory."""
 
     q_full: cute.Pointer  # [5] two column tiles of Q have arrived (the last: one, of 9)
+    q_ready: cute.Pointer  # Q is converted
+    q_taken: cute.Pointer  # [2] int32 by parity of the request: pieces of Q that a warp has taken on itself to convert
     raw_full: cute.Pointer  # [2, 4] a convert warp's 16 records have arrived: their right parts, their left parts
     raw_empty: cute.Pointer  # [2, 4] and are read
     v_empty: cute.Pointer  # [3] a half of V is read
@@ -317,6 +319,8 @@ class SparseDecode(PlanReader):
             alpha: cute.struct.MemRange[Float32, TILE_M]
             factor: cute.struct.MemRange[Float32, TILE_M]
             q_full: cute.struct.MemRange[Int64, self.q_loads]
+            q_ready: cute.struct.MemRange[Int64, 1]
+            q_taken: cute.struct.MemRange[Int32, 2]
             is_raised: cute.struct.MemRange[Uint32, 2]
             raw_full: cute.struct.MemRange[Int64, 8]
             raw_empty: cute.struct.MemRange[Int64, 8]
@@ -372,7 +376,7 @@ class SparseDecode(PlanReader):
         sKV = storage.sV.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # [64, 256, 3]
         sPT = storage.sP.get_tensor(layout_p.outer, swizzle=layout_p.inner)  # [64 keys, 64 heads]
         shared = Shared(
-            storage.q_full.data_ptr(), storage.raw_full.data_ptr(), storage.raw_empty.data_ptr(),
+            storage.q_full.data_ptr(), storage.q_ready.data_ptr(), storage.q_taken.data_ptr(), storage.raw_full.data_ptr(), storage.raw_empty.data_ptr(),
             storage.v_empty.data_ptr(), storage.p_full.data_ptr(), storage.p_empty.data_ptr(),
             storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner),
             storage.sQ.get_tensor(layout_q_tiles.outer, swizzle=layout_q_tiles.inner),
@@ -389,6 +393,7 @@ class SparseDecode(PlanReader):
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.q_loads):
                     cute.arch.mbarrier_init(shared.q_full + i, 1)  # the arrive.expect_tx of the Q load
+                cute.arch.mbarrier_init(shared.q_ready, 2 * self.num_tiles)  # halves of tiles
                 for i in cutlass.range_constexpr(8):
                     cute.arch.mbarrier_init(shared.raw_full + i, 1)  # the arrive.expect_tx of the filling warp
                     cute.arch.mbarrier_init(shared.raw_empty + i, 1)  # the convert warp
@@ -401,6 +406,7 @@ class SparseDecode(PlanReader):
             cute.make_tensor(shared.record, 8)[tid] = params.metadata[part_idx, tid]
         if tid < 2:
             cute.make_tensor(shared.owes, 2)[tid] = Int32(0)
+            cute.make_tensor(shared.q_taken, 2)[tid] = Int32(0)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -456,7 +462,7 @@ class SparseDecode(PlanReader):
         )
         n, slot = Int32(0), half  # blocks done; the slot of this half of V
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
-            self.convert_q(shared, (r - part.begin_req) & 1, WARPGROUP * (1 + half) + t)
+            self.convert_q(shared, (r - part.begin_req) & 1, lane)
             # What the end of the last request has left, for now convert can go on; before the first one all that is ahead.
             left = cutlass.select_(r == part.begin_req, 1 + half, Int32(1))
             for i in cutlass.range(n + 2 + half - left, n + 2 + half, unroll=1):
@@ -643,7 +649,8 @@ class SparseDecode(PlanReader):
             # Finite: -inf - -inf is NaN.
             self.store_pair(top_warp, lane, (Float32(-1e30), Float32(-1e30)))
             q_phase = (req - part.begin_req) & 1
-            self.convert_q(shared, q_phase, t)
+            self.convert_q(shared, q_phase, lane)
+            cute.arch.mbarrier_wait(shared.q_ready, q_phase)
             if req == part.begin_req:
                 cute.arch.mbarrier_wait(shared.raw_full + w, 0)
                 loaded = self.load_ahead(shared, ahead, w, lane)
@@ -703,6 +710,8 @@ class SparseDecode(PlanReader):
                 cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)
                 if (w == 0) & (lane == 0):
                     cute.make_tensor(shared.is_raised, 1)[0] = is_raised
+                    # Math has begun with the block before this one: no warp is still looking for pieces of an earlier Q.
+                    cute.make_tensor(shared.q_taken, 2)[q_phase ^ 1] = Int32(0)
                 cute.copy(copy_p, copy_p.retile(rP), copy_p.partition_D(sPT))
                 if block + 1 == last_block:
                     buffer = exchange + 4 * TILE_M * 4  # not that of the maxima, which may still be read
@@ -1043,18 +1052,19 @@ class SparseDecode(PlanReader):
                 cute.prefetch(tma_q, tQgQ)
 
     @cute.jit
-    def convert_q(self, shared: Shared, phase: Int32, t: Int32):
-        """Q / Q_SCALE in fp16 (V32's rope stays bf16), columns in the order of K's in its registers: a thread does whole rows
-        of a tile, in place, as the tiles arrive. One piece of code for all tiles: at the first request it is cold.
+    def convert_q(self, shared: Shared, phase: Int32, lane: Int32):
+        """Q / Q_SCALE in fp16 (V32's rope stays bf16), columns in the order of K's in its registers; in place, 32 rows of a
+        tile at a time, by whatever warp is free: at a part's first request all are, later math still stores O.
 
         Position 16 s + 8 h + 2 j + e gets column 16 j + 4 s + 2 h + e; of rope column 32 (s / 2) + 8 j + 4 (s % 2) + 2 h + e.
         That is the order in which lane pc = j holds its 16 columns of K as k-steps s of the MMA.
         """
-        row, swizzle, group, groups = t % TILE_M, t & 7, t // TILE_M, 3 * WARPGROUP // TILE_M
-        base = Int32(shared.sQ.iterator.toint()) + row * 128
-        for tile in cutlass.range(group, self.num_tiles, groups, unroll=1):
-            is_rope = tile == self.num_tiles - 1
-            address = base + tile * (TILE_M * 128)
+        taken = shared.q_taken + phase
+        unit = self.take(taken, lane)
+        while unit < 2 * self.num_tiles:
+            tile = unit // 2
+            is_rope, swizzle = tile == self.num_tiles - 1, lane & 7
+            address = Int32(shared.sQ.iterator.toint()) + unit * (TILE_M // 2 * 128) + lane * 128
             cute.arch.mbarrier_wait(shared.q_full + tile // 2, phase)
             chunks = []  # [2 i + j]: that of 8 columns for k-steps 2 i, 2 i + 1 and lane j
             for i in (0, 1):
@@ -1074,8 +1084,17 @@ class SparseDecode(PlanReader):
                             pair = cutlass.select_(is_rope, words[j], pair)
                         fp16[j] = pair
                     store_smem_16b(address + (((2 * s + h) ^ swizzle) * 16), fp16)
-        cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
-        cute.arch.barrier(barrier_id=NamedBarriers.Q, number_of_threads=3 * WARPGROUP)
+            cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
+            self.release(shared.q_ready)
+            unit = self.take(taken, lane)
+
+    @cute.jit
+    def take(self, counter: cute.Pointer, lane: Int32) -> Int32:
+        """The next number of a counter in shared memory, for the warp."""
+        number = Int32(0)
+        if lane == 0:
+            number = add_shared(Int32(counter.toint()), Int32(1))
+        return cute.arch.make_warp_uniform(number)
 
     @cute.jit
     def finish(
