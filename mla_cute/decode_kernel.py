@@ -53,7 +53,7 @@ class PlanReader:
         length = params.indices.shape[2]
         if const_expr(params.topk_length is not None):
             length = cutlass.max(cutlass.min(params.topk_length[req], length), 0)
-        num_main_blocks = (cutlass.max(length, 1) + self.tile_n - 1) // self.tile_n
+        num_main_blocks = self.num_blocks(length)
         num_blocks, extra_length = num_main_blocks, Int32(0)
         if const_expr(params.extra_indices is not None):
             extra_length = params.extra_indices.shape[2]
@@ -66,6 +66,10 @@ class PlanReader:
         # At least one block, though the plan may be older than the lengths: all roles and barriers count on it.
         last = cutlass.max(cutlass.select_(is_end, end_block, num_blocks), first + 1)
         return Work(first, last, length, extra_length, num_main_blocks)
+
+    def num_blocks(self, length: Int32) -> Int32:
+        """Key blocks of so many tokens in the main cache, at least one."""
+        return (cutlass.max(length, 1) + self.tile_n - 1) // self.tile_n
 
     def split_of(self, part: Part, req: Int32):
         """Is the request split; the slot of this partition's piece."""

@@ -229,6 +229,16 @@ class Shared(NamedTuple):
     exchange: cute.Pointer  # [2, 4, 64] fp32: a block's maxima, or a request's sums, by warp and head
 
 
+class Block(NamedTuple):
+    """Where math is with its copies: a block of the partition, or past its end (req > end_req)."""
+
+    req: Int32
+    block: Int32
+    last: Int32  # behind the request's last block in this partition
+    length: Int32  # selected tokens of the request in the main cache
+    extra_length: Int32  # and in the extra cache
+
+
 class Ahead(NamedTuple):
     """Registers of convert with the right part of the next block: loaded during the softmax of this one."""
 
@@ -420,15 +430,17 @@ class SparseDecode(PlanReader):
             self.convert(params, s_idx, head_tile, tid % WARPGROUP, mma_qk, mma_rope, tma_q, tma_mQ, shared)
 
     @cute.jit
-    def next_block(self, params: Params, part: Part, req: Int32, block: Int32, last: Int32):
-        """The block after (req, block) in this partition; req > end_req past its end."""
-        block += 1
+    def next_block(self, params: Params, part: Part, ahead: Block) -> Block:
+        """The block behind `ahead` in this partition. Only with a new request its lengths are loaded."""
+        req, block, last = ahead.req, ahead.block + 1, ahead.last
+        length, extra_length = ahead.length, ahead.extra_length
         if block >= last:
             req += 1
             block = Int32(0)
             if req <= part.end_req:
-                last = self.work_range(params, part, req).last_block
-        return req, block, last
+                work = self.work_range(params, part, req)
+                last, length, extra_length = work.last_block, work.length, work.extra_length
+        return Block(req, block, last, length, extra_length)
 
     # ---- roles, in the order of the data ----
 
@@ -452,13 +464,14 @@ class SparseDecode(PlanReader):
         sFactor = cute.make_tensor(shared.factor, TILE_M)
 
         part = self.load_part(shared)
-        req, block, last = part.begin_req, Int32(0), Int32(0)
-        if req <= part.end_req:
-            work = self.work_range(params, part, req)
-            block, last = work.first_block, work.last_block
-        index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
-        req, block, last, index, is_extra, zeros = self.fill(
-            params, shared, part, s_idx, w, half, lane, Int32(0), req, block, last, index, is_extra, Uint32(0), True
+        block, last, length, extra_length = Int32(0), Int32(0), Int32(0), Int32(0)
+        if part.begin_req <= part.end_req:
+            work = self.work_range(params, part, part.begin_req)
+            block, last, length, extra_length = work.first_block, work.last_block, work.length, work.extra_length
+        ahead = Block(part.begin_req, block, last, length, extra_length)
+        index, is_extra = self.load_index(params, part, s_idx, ahead, w, lane)
+        ahead, index, is_extra, zeros = self.fill(
+            params, shared, part, s_idx, w, half, lane, Int32(0), ahead, index, is_extra, Uint32(0), True
         )
         n, slot = Int32(0), half  # blocks done; the slot of this half of V
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
@@ -466,8 +479,8 @@ class SparseDecode(PlanReader):
             # What the end of the last request has left, for now convert can go on; before the first one all that is ahead.
             left = cutlass.select_(r == part.begin_req, 1 + half, Int32(1))
             for i in cutlass.range(n + 2 + half - left, n + 2 + half, unroll=1):
-                req, block, last, index, is_extra, zeros = self.fill(
-                    params, shared, part, s_idx, w, half, lane, i, req, block, last, index, is_extra, zeros
+                ahead, index, is_extra, zeros = self.fill(
+                    params, shared, part, s_idx, w, half, lane, i, ahead, index, is_extra, zeros
                 )
             work = self.work_range(params, part, r)
             first_block, last_block = work.first_block, work.last_block
@@ -494,8 +507,8 @@ class SparseDecode(PlanReader):
                         self.hand_in(params, shared, part, r, s_idx, head_tile, t, half, accO)
                 else:
                     self.release(shared.p_empty)
-                    req, block, last, index, is_extra, zeros = self.fill(
-                        params, shared, part, s_idx, w, half, lane, n + 2 + half, req, block, last, index, is_extra, zeros
+                    ahead, index, is_extra, zeros = self.fill(
+                        params, shared, part, s_idx, w, half, lane, n + 2 + half, ahead, index, is_extra, zeros
                     )
                 n += 1
                 slot += 2
@@ -504,24 +517,28 @@ class SparseDecode(PlanReader):
             self.hand_in_last(params, shared, part, s_idx, head_tile, t, half, accO)
 
     @cute.jit
-    def load_index(self, params: Params, part: Part, s_idx: Int32, req: Int32, block: Int32, w: Int32, lane: Int32):
+    def load_index(self, params: Params, part: Part, s_idx: Int32, ahead: Block, w: Int32, lane: Int32):
         """Lane l < 16 gets the index of token 16 w + l of the block, -1 past the request's tokens or the partition; and
         whether the block is one of the extra cache."""
-        index, is_extra = Int32(-1), Boolean(False)
-        if req <= part.end_req:
-            work = self.work_range(params, part, req)
-            token = block * self.tile_n + 16 * w + lane
+        index, is_extra, token = Int32(-1), Boolean(False), ahead.block * self.tile_n + 16 * w + lane
+        length, extra_length = ahead.length, ahead.extra_length
+        if const_expr(params.topk_length is None):
+            length = params.indices.shape[2]
+        if const_expr(params.extra_indices is not None and params.extra_topk_length is None):
+            extra_length = params.extra_indices.shape[2]
+        if ahead.req <= part.end_req:
             if const_expr(params.extra_indices is not None):
-                is_extra = block >= work.num_main_blocks
+                first_extra = self.num_blocks(length)
+                is_extra = ahead.block >= first_extra
                 if is_extra:
-                    token -= work.num_main_blocks * self.tile_n
-                    if (lane < 16) & (token < work.extra_length):
-                        index = params.extra_indices[Int64(req), s_idx, token]
-                elif (lane < 16) & (token < work.length):
-                    index = params.indices[Int64(req), s_idx, token]
+                    token -= first_extra * self.tile_n
+                    if (lane < 16) & (token < extra_length):
+                        index = params.extra_indices[Int64(ahead.req), s_idx, token]
+                elif (lane < 16) & (token < length):
+                    index = params.indices[Int64(ahead.req), s_idx, token]
             else:
-                if (lane < 16) & (token < work.length):
-                    index = params.indices[Int64(req), s_idx, token]
+                if (lane < 16) & (token < length):
+                    index = params.indices[Int64(ahead.req), s_idx, token]
         return index, is_extra
 
     @cute.jit
@@ -552,20 +569,19 @@ class SparseDecode(PlanReader):
     @cute.jit
     def fill(
         self, params: Params, shared: Shared, part: Part, s_idx: Int32, w: Int32, half: Int32, lane: Int32, count: Int32,
-        req: Int32, block: Int32, last: Int32, index: Int32, is_extra: Boolean, zeros: Uint32,
-        is_first: cutlass.Constexpr = False,
+        ahead: Block, index: Int32, is_extra: Boolean, zeros: Uint32, is_first: cutlass.Constexpr = False,
     ):  # fmt: skip
         """The `count`-th block, if the partition has it: copies its records for convert's warp w; the indices of the next."""
-        if req <= part.end_req:
+        if ahead.req <= part.end_req:
             src, mask, low, high = self.resolve(params, index, is_extra)
             if const_expr(is_first):
                 self.copy_records(shared, w, half, lane, count, src, mask, zeros, low, high)
-            req, block, last = self.next_block(params, part, req, block, last)
-            index, is_extra = self.load_index(params, part, s_idx, req, block, w, lane)
+            ahead = self.next_block(params, part, ahead)
+            index, is_extra = self.load_index(params, part, s_idx, ahead, w, lane)
             if const_expr(not is_first):  # which may wait for room: the indices come meanwhile
                 self.copy_records(shared, w, half, lane, count, src, mask, zeros, low, high)
             zeros = ~mask & 0xFFFF
-        return req, block, last, index, is_extra, zeros
+        return ahead, index, is_extra, zeros
 
     @cute.jit
     def copy_records(
