@@ -1049,12 +1049,12 @@ class SparseDecode(PlanReader):
         """TMA load of Q [64, d_qk] by the first warp of the calling warpgroup."""
         if w == 0:
             tQsQ, tQgQ = self.partition_q(req, s_idx, head_tile, tma_q, tma_mQ, shared)
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(self.q_loads):
-                    tiles = min(2, self.num_tiles - 2 * i)
-                    cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full + i, tiles * TILE_M * SW128_COLUMNS * 2)
-            for tile in cutlass.range_constexpr(self.num_tiles):
-                cute.copy(tma_q, tQgQ[None, tile], tQsQ[None, tile], tma_bar_ptr=shared.q_full + tile // 2)
+            for i in cutlass.range(self.q_loads, unroll=1):  # rolled, as code that runs once a request is cold
+                tiles = cutlass.min(2, self.num_tiles - 2 * i)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full + i, tiles * (TILE_M * SW128_COLUMNS * 2))
+                for tile in cutlass.range(2 * i, 2 * i + tiles, unroll=1):
+                    cute.copy(tma_q, tQgQ[None, tile], tQsQ[None, tile], tma_bar_ptr=shared.q_full + i)
 
     @cute.jit
     def prefetch_q(
@@ -1065,7 +1065,8 @@ class SparseDecode(PlanReader):
         if w == 0:
             _, tQgQ = self.partition_q(req, s_idx, head_tile, tma_q, tma_mQ, shared)
             with cute.arch.elect_one():  # unlike a copy it does not elect by itself
-                cute.prefetch(tma_q, tQgQ)
+                for tile in cutlass.range(self.num_tiles, unroll=1):
+                    cute.prefetch(tma_q, tQgQ[None, tile])
 
     @cute.jit
     def convert_q(self, shared: Shared, phase: Int32, lane: Int32):
