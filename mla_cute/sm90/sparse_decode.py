@@ -220,13 +220,14 @@ class Shared(NamedTuple):
     raw: cute.Pointer  # [4 warps, 16 records]
     valid: cute.Pointer  # [4] uint32: a bit a record, of the warp's 16
     alpha: cute.Pointer  # [64] fp32: by head, the factor of O before this block
-    factor: cute.Pointer  # [64] fp32: by head, the factor of O behind the last block
+    sums: cute.Pointer  # [4, 64] fp32: a request's l by convert warp and head
+    last_top: cute.Pointer  # [64] fp32: and its m
     record: cute.Pointer  # [8] int32: the partition's record of the plan
     last_pieces: cute.Pointer  # int32: of the partition's last request, in all partitions
     owes: cute.Pointer  # [2] int32 by math warpgroup: a merge of the part's first request is left
     top: cute.Pointer  # [4, 64] fp32: m by head, a copy for each convert warp
     is_raised: cute.Pointer  # uint32: alpha holds something
-    exchange: cute.Pointer  # [2, 4, 64] fp32: a block's maxima, or a request's sums, by warp and head
+    exchange: cute.Pointer  # [4, 64] fp32: a block's maxima by warp and head
 
 
 class Block(NamedTuple):
@@ -324,10 +325,11 @@ class SparseDecode(PlanReader):
             sV: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_v)], 1024]
             sP: cute.struct.Align[cute.struct.MemRange[Float16, cute.cosize(layout_p)], 1024]
             raw: cute.struct.Align[cute.struct.MemRange[Uint8, self.tile_n * self.raw_pitch], 128]
-            exchange: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 4 * TILE_M], 16]
+            exchange: cute.struct.Align[cute.struct.MemRange[Float32, 4 * TILE_M], 16]
+            sums: cute.struct.MemRange[Float32, 4 * TILE_M]
             top: cute.struct.MemRange[Float32, 4 * TILE_M]
             alpha: cute.struct.MemRange[Float32, TILE_M]
-            factor: cute.struct.MemRange[Float32, TILE_M]
+            last_top: cute.struct.MemRange[Float32, TILE_M]
             q_full: cute.struct.MemRange[Int64, self.q_loads]
             q_ready: cute.struct.MemRange[Int64, 1]
             q_taken: cute.struct.MemRange[Int32, 2]
@@ -393,8 +395,8 @@ class SparseDecode(PlanReader):
             storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=Float16),
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0, 2])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
-            storage.raw.data_ptr(), storage.valid.data_ptr(), storage.alpha.data_ptr(), storage.factor.data_ptr(),
-            storage.record.data_ptr(), storage.last_pieces.data_ptr(), storage.owes.data_ptr(), storage.top.data_ptr(),
+            storage.raw.data_ptr(), storage.valid.data_ptr(), storage.alpha.data_ptr(), storage.sums.data_ptr(),
+            storage.last_top.data_ptr(), storage.record.data_ptr(), storage.last_pieces.data_ptr(), storage.owes.data_ptr(), storage.top.data_ptr(),
             storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
         )  # fmt: skip
 
@@ -461,7 +463,6 @@ class SparseDecode(PlanReader):
         accO = cute.make_rmem_tensor(thr_pv.partition_shape_C((TILE_M, HALF)), Float32)  # ((2,2,32),1,1)
         row = fragment_row(t)
         sAlpha = cute.make_tensor(shared.alpha, TILE_M)
-        sFactor = cute.make_tensor(shared.factor, TILE_M)
 
         part = self.load_part(shared)
         block, last, length, extra_length = Int32(0), Int32(0), Int32(0), Int32(0)
@@ -499,8 +500,8 @@ class SparseDecode(PlanReader):
                 warpgroup.wait_group(0)
                 self.release(shared.v_empty + slot)
                 if i + 1 == last_block:
-                    factor_0, factor_1 = sFactor[row], sFactor[row + 8]
-                    self.release(shared.p_empty)  # behind it convert may write the next request's factors
+                    factor_0, factor_1 = self.finish(params, shared, part, r, s_idx, head_tile, half, t)
+                    self.release(shared.p_empty)  # behind it convert may write the next request's sums
                     for j in cutlass.range_constexpr(cute.size(accO)):
                         accO[j] = accO[j] * (factor_0, factor_1)[j // 2 % 2]
                     if r < part.end_req:
@@ -730,12 +731,10 @@ class SparseDecode(PlanReader):
                     cute.make_tensor(shared.q_taken, 2)[q_phase ^ 1] = Int32(0)
                 cute.copy(copy_p, copy_p.retile(rP), copy_p.partition_D(sPT))
                 if block + 1 == last_block:
-                    buffer = exchange + 4 * TILE_M * 4  # not that of the maxima, which may still be read
-                    self.store_pair(self.of_warp(buffer, w), lane, self.over_keys(row_sum, lane, lambda a, b: a + b))
-                    cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
+                    sums = self.of_warp(Int32(shared.sums.toint()), w)
+                    self.store_pair(sums, lane, self.over_keys(row_sum, lane, lambda a, b: a + b))
                     if w == 0:
-                        total = self.gather(buffer, lane, lambda a, b: a + b)
-                        self.finish(params, shared, part, req, s_idx, head_tile, lane, self.load_pair(top_warp, lane), total)
+                        self.store_pair(Int32(shared.last_top.toint()), lane, self.load_pair(top_warp, lane))
                 cute.arch.fence_proxy("async.shared", space="cta")  # V and P become visible to the products of math
                 self.release(shared.p_full)
                 if block + 1 == last_block:
@@ -1113,37 +1112,6 @@ class SparseDecode(PlanReader):
             number = add_shared(Int32(counter.toint()), Int32(1))
         return cute.arch.make_warp_uniform(number)
 
-    @cute.jit
-    def finish(
-        self, params: Params, shared: Shared, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, lane: Int32,
-        row_max, total,
-    ):  # fmt: skip
-        """One warp: lse (natural log, or base 2 for a piece) and the factors that turn the accumulated O into the output.
-
-        Nothing attended: factor 0, lse +inf (a piece: -inf). The sink counts once: here for a whole request, in combine
-        for a split one.
-        """
-        is_split, slot = self.split_of(part, req)
-        factor = cute.make_rmem_tensor(2, Float32)
-        for e in cutlass.range_constexpr(2):
-            head = head_tile * TILE_M + 2 * lane + e
-            # As log2(1) + the maximum, rather than the difference of two larger numbers.
-            lse_log2 = cute.math.log2(total[e] * 2.0**-RAISED_BITS, fastmath=True) + (row_max[e] + RAISED_BITS)
-            denominator = total[e]
-            if const_expr(params.attn_sink is not None):
-                sink_log2 = params.attn_sink[cutlass.min(head, self.h_q - 1)] * LOG2_E
-                sink = cute.math.exp2(sink_log2 - row_max[e], fastmath=True)
-                denominator += cutlass.select_(is_split, Float32(0), sink)
-            is_empty = total[e] == 0.0
-            factor[e] = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
-            if head < self.h_q:
-                if is_split:
-                    piece_lse = cutlass.select_(is_empty, Float32(-INF), lse_log2)
-                    params.lse_partial[Int64(slot), s_idx, head] = piece_lse
-                else:
-                    params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse_log2 * LN_2)
-        self.store_pair(Int32(shared.factor.toint()), lane, factor)
-
     # ---- steps of math ----
 
     @cute.jit
@@ -1152,6 +1120,39 @@ class SparseDecode(PlanReader):
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def finish(
+        self, params: Params, shared: Shared, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, half: Int32, t: Int32,
+    ):  # fmt: skip
+        """lse (natural log, or base 2 for a piece) and, for this thread's rows, the factors that turn O into the output.
+
+        Nothing attended: factor 0, lse +inf (a piece: -inf). The sink counts once: here for a whole request, in the merge
+        for a split one.
+        """
+        is_split, slot = self.split_of(part, req)
+        factor = [Float32(0), Float32(0)]
+        for r in cutlass.range_constexpr(2):
+            row = fragment_row(t) + 8 * r
+            head = head_tile * TILE_M + row
+            total, top = Float32(0), cute.make_tensor(shared.last_top, TILE_M)[row]
+            for i in cutlass.range_constexpr(4):
+                total += cute.make_tensor(shared.sums, 4 * TILE_M)[i * TILE_M + row]
+            # As log2(1) + the maximum, rather than the difference of two larger numbers.
+            lse_log2 = cute.math.log2(total * 2.0**-RAISED_BITS, fastmath=True) + (top + RAISED_BITS)
+            denominator = total
+            if const_expr(params.attn_sink is not None):
+                sink_log2 = params.attn_sink[cutlass.min(head, self.h_q - 1)] * LOG2_E
+                sink = cute.math.exp2(sink_log2 - top, fastmath=True)
+                denominator += cutlass.select_(is_split, Float32(0), sink)
+            is_empty = total == 0.0
+            factor[r] = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
+            if (head < self.h_q) & (t % 4 == 0):
+                if is_split:  # by both warpgroups: each one's flag stands for it
+                    params.lse_partial[Int64(slot), s_idx, head] = cutlass.select_(is_empty, Float32(-INF), lse_log2)
+                elif half == 0:
+                    params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse_log2 * LN_2)
+        return factor[0], factor[1]
 
     # A request in two pieces is merged by the part that is the second to have its piece ready; nobody waits, so the two CTAs
     # need not run at the same time. The flag's exchange makes the piece of the whole warpgroup visible, and convert's lse,
