@@ -230,13 +230,13 @@ def max_splits(
 
 
 def scratch_size(num_parts: int, s_q: int, h_q: int) -> int:
-    """fp32 values of scratch: two slots a part, for every query token O of whole groups of 16 heads, lse, and flags.
+    """fp32 values of scratch: two slots a part, for every query token O of whole groups of 16 heads, lse twice, and flags.
 
     A flag, 64 bits, is for 256 columns of a tile of 64 heads. One part alone splits nothing: 0.
     """
     if num_parts == 1:
         return 0
-    return 2 * num_parts * s_q * (-(-h_q // 16) * 16 * D_V + h_q + 4 * -(-h_q // HEAD_TILE))
+    return 2 * num_parts * s_q * (-(-h_q // 16) * 16 * D_V + 2 * h_q + 4 * -(-h_q // HEAD_TILE))
 
 
 FEW_BLOCKS = 16  # a part: then the plan deals them evenly

@@ -233,7 +233,7 @@ class TestTheWay:
             mla_cute.sparse_decode(q, cache, torch.zeros(1, 1, topk, dtype=torch.int32).expand(b, s_q, topk), impl=impl)
             return scratch.pop()
 
-        bound = 2 * num_sms * (64 * 513 + 4) * 4
+        bound = 2 * num_sms * (64 * 514 + 4) * 4
         most = 0
         for h_q in (1, 16, 64, 65, 128):
             for s_q in (*range(1, 66), 74, 148, 4096):

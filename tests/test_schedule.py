@@ -350,7 +350,7 @@ def test_max_splits_of_a_plan():
 def test_scratch_size():
     assert schedule.scratch_size(1, 3, 128) == 0
     for h_q, groups, tiles in ((1, 1, 1), (16, 1, 1), (17, 2, 1), (64, 4, 1), (65, 5, 2), (128, 8, 2)):
-        assert schedule.scratch_size(5, 3, h_q) == 10 * 3 * (groups * 16 * 512 + h_q + 2 * 2 * tiles)
+        assert schedule.scratch_size(5, 3, h_q) == 10 * 3 * (groups * 16 * 512 + 2 * h_q + 2 * 2 * tiles)
 
 
 def test_cost_limit():

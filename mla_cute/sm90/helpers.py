@@ -55,6 +55,14 @@ def mul_bf16x2(a: Uint32, b: Uint32) -> Uint32:
     return inline_ptx(code, write_only_types=[Uint32], read_only_args=[a, b])
 
 
+def store_matrices(address: Int32, words: cute.Tensor) -> None:
+    """stmatrix of four 8 x 8 matrices of 16 bits; `address` is that of a row of one of them."""
+    inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, words[0], words[1], words[2], words[3]],
+    )
+
+
 def nan_if_inf(pair: Uint32) -> Uint32:
     """x * 0 + x of both fp16 values: x where it is finite, else NaN."""
     code = "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.f16x2 {$w0}, {$r0}, zero, {$r1}; }"

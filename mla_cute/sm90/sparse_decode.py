@@ -95,6 +95,7 @@ from .helpers import (
     nan_if_inf,
     opaque,
     quad_transpose,
+    store_matrices,
     store_relaxed_gpu,
 )
 
@@ -193,7 +194,7 @@ class Params(NamedTuple):
     metadata: cute.Tensor  # [num_parts, 8] int32
     num_splits: cute.Tensor  # [b + 1] int32
     o_partial: cute.Tensor  # [2 * num_parts, s_q, groups of 16 heads, 2, 4096] fp32, in fragment order: see combine.py
-    lse_partial: cute.Tensor  # [2 * num_parts, s_q, h_q] fp32, base 2
+    lse_partial: cute.Tensor  # [2 * num_parts, s_q, h_q, 2] fp32, base 2: a copy of each math warpgroup; combine reads the first
     flags: cute.Tensor  # [2 * num_parts, s_q, head tiles, 2] int64: `nonce` once the request in two has a piece there
     nonce: Int64  # another one in every launch: flags begin as they are
     out: cute.Tensor  # [b, s_q, h_q, 512] bf16
@@ -206,7 +207,7 @@ class Shared(NamedTuple):
 
     q_full: cute.Pointer  # [5] two column tiles of Q have arrived (the last: one, of 9)
     q_ready: cute.Pointer  # Q is converted
-    q_taken: cute.Pointer  # [2] int32 by parity of the request: pieces of Q that a warp has taken on itself to convert
+    q_taken: cute.Pointer  # [2] int32 by parity of the request: how often a warp has asked for rows of Q to convert
     raw_full: cute.Pointer  # [2, 4] a convert warp's 16 records have arrived: their right parts, their left parts
     raw_empty: cute.Pointer  # [2, 4] and are read
     v_empty: cute.Pointer  # [3] a half of V is read
@@ -348,16 +349,32 @@ class SparseDecode(PlanReader):
         # Scratch: the pieces' O, behind them their lse and the flags. One part alone splits nothing and needs none.
         s_q, slots = q.shape[1], 2 * metadata.shape[0]
         o_partial, lse_partial = partials(scratch.iterator, slots, s_q, self.h_q)
+        num_lse = Int64(slots) * s_q * self.h_q
+        lse_copies = cute.make_tensor(
+            lse_partial.iterator, cute.append(lse_partial.layout, cute.make_layout(2, stride=num_lse))
+        )
         flags = cute.make_tensor(
-            cute.recast_ptr(lse_partial.iterator + Int64(slots) * s_q * self.h_q, dtype=Int64),
+            cute.recast_ptr(lse_partial.iterator + 2 * num_lse, dtype=Int64),
             cute.make_layout((slots, s_q, self.head_tiles, 2), stride=(s_q * self.head_tiles * 2, self.head_tiles * 2, 2, 1)),
         )
         params = Params(
             q, kv_cache, indices, topk_length, extra_kv_cache, extra_indices, extra_topk_length, attn_sink, metadata,
-            num_splits, o_partial, lse_partial, flags, nonce, out, lse, softmax_scale * LOG2_E,
+            num_splits, o_partial, lse_copies, flags, nonce, out, lse, softmax_scale * LOG2_E,
         )  # fmt: skip
+        # The same of the output: a copy takes 64 columns of a tile of heads; rows past h_q are left out.
+        layout_o = cute.tile_to_shape(atom, (TILE_M, SW128_COLUMNS, HALF // SW128_COLUMNS, V_SLOTS), order=(0, 1, 2, 3))
+        tma_out, tma_mO = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(),
+            cute.make_tensor(out.iterator, cute.select(out.layout, mode=[2, 3, 1, 0])),
+            cute.select(layout_o, mode=[0, 1]),
+            (TILE_M, SW128_COLUMNS),
+        )
+
         # Head tiles of one query token are neighbours in the grid, so that the second gather of a record hits L2.
-        self.kernel(params, mma_qk, mma_rope, mma_pv, tma_q, tma_mQ, layout_q, layout_q_tiles, layout_v, layout_p).launch(
+        self.kernel(
+            params, mma_qk, mma_rope, mma_pv, tma_q, tma_mQ, tma_out, tma_mO, layout_q, layout_q_tiles, layout_v, layout_o,
+            layout_p,
+        ).launch(
             grid=[self.head_tiles, q.shape[1], metadata.shape[0]],
             block=[3 * WARPGROUP, 1, 1],
             smem=Smem.size_in_bytes(),
@@ -375,9 +392,12 @@ class SparseDecode(PlanReader):
         mma_pv: cute.TiledMma,
         tma_q: cute.CopyAtom,
         tma_mQ: cute.Tensor,
+        tma_out: cute.CopyAtom,
+        tma_mO: cute.Tensor,
         layout_q: cute.ComposedLayout,
         layout_q_tiles: cute.ComposedLayout,
         layout_v: cute.ComposedLayout,
+        layout_o: cute.ComposedLayout,
         layout_p: cute.ComposedLayout,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -426,7 +446,8 @@ class SparseDecode(PlanReader):
         cute.arch.griddepcontrol_launch_dependents()
         if wg < 2:
             set_registers(self.config.registers[0])
-            self.math(params, s_idx, head_tile, tid % WARPGROUP, wg, mma_pv, shared)
+            sO = storage.sV.get_tensor(layout_o.outer, swizzle=layout_o.inner, dtype=BFloat16)
+            self.math(params, s_idx, head_tile, tid % WARPGROUP, wg, mma_pv, tma_out, tma_mO, sO, shared)
         else:
             set_registers(self.config.registers[1])
             self.convert(params, s_idx, head_tile, tid % WARPGROUP, mma_qk, mma_rope, tma_q, tma_mQ, shared)
@@ -449,7 +470,7 @@ class SparseDecode(PlanReader):
     @cute.jit
     def math(
         self, params: Params, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
-        mma_pv: cute.TiledMma, shared: Shared,
+        mma_pv: cute.TiledMma, tma_out: cute.CopyAtom, tma_mO: cute.Tensor, sO: cute.Tensor, shared: Shared,
     ):  # fmt: skip
         """Half of O: warpgroup 0 has the right one, columns 256 on, which convert makes first; warpgroup 1 the left one.
 
@@ -476,7 +497,7 @@ class SparseDecode(PlanReader):
         )
         n, slot = Int32(0), half  # blocks done; the slot of this half of V
         for r in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
-            self.convert_q(shared, (r - part.begin_req) & 1, lane)
+            self.convert_q(shared, r - part.begin_req, lane)
             # What the end of the last request has left, for now convert can go on; before the first one all that is ahead.
             left = cutlass.select_(r == part.begin_req, 1 + half, Int32(1))
             for i in cutlass.range(n + 2 + half - left, n + 2 + half, unroll=1):
@@ -498,15 +519,16 @@ class SparseDecode(PlanReader):
                     cute.gemm(mma_pv, accO, rP[None, None, k], rV[None, None, k, slot], accO)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                self.release(shared.v_empty + slot)
                 if i + 1 == last_block:
                     factor_0, factor_1 = self.finish(params, shared, part, r, s_idx, head_tile, half, t)
                     self.release(shared.p_empty)  # behind it convert may write the next request's sums
                     for j in cutlass.range_constexpr(cute.size(accO)):
                         accO[j] = accO[j] * (factor_0, factor_1)[j // 2 % 2]
                     if r < part.end_req:
-                        self.hand_in(params, shared, part, r, s_idx, head_tile, t, half, accO)
+                        self.hand_in(params, shared, part, r, s_idx, head_tile, t, half, accO, tma_out, tma_mO, sO, slot)
+                    self.release(shared.v_empty + slot)
                 else:
+                    self.release(shared.v_empty + slot)
                     self.release(shared.p_empty)
                     ahead, index, is_extra, zeros = self.fill(
                         params, shared, part, s_idx, w, half, lane, n + 2 + half, ahead, index, is_extra, zeros
@@ -515,7 +537,8 @@ class SparseDecode(PlanReader):
                 slot += 2
                 slot = cutlass.select_(slot >= V_SLOTS, slot - V_SLOTS, slot)
         if part.begin_req <= part.end_req:
-            self.hand_in_last(params, shared, part, s_idx, head_tile, t, half, accO)
+            slot = cutlass.select_(slot == V_SLOTS - 1, Int32(0), slot + 1)  # that of the last block
+            self.hand_in_last(params, shared, part, s_idx, head_tile, t, half, accO, tma_out, tma_mO, sO, slot)
 
     @cute.jit
     def load_index(self, params: Params, part: Part, s_idx: Int32, ahead: Block, w: Int32, lane: Int32):
@@ -665,9 +688,8 @@ class SparseDecode(PlanReader):
             first_block, last_block = work.first_block, work.last_block
             # Finite: -inf - -inf is NaN.
             self.store_pair(top_warp, lane, (Float32(-1e30), Float32(-1e30)))
-            q_phase = (req - part.begin_req) & 1
-            self.convert_q(shared, q_phase, lane)
-            cute.arch.mbarrier_wait(shared.q_ready, q_phase)
+            self.convert_q(shared, req - part.begin_req, lane)
+            cute.arch.mbarrier_wait(shared.q_ready, (req - part.begin_req) & 1)
             if req == part.begin_req:
                 cute.arch.mbarrier_wait(shared.raw_full + w, 0)
                 loaded = self.load_ahead(shared, ahead, w, lane)
@@ -727,8 +749,6 @@ class SparseDecode(PlanReader):
                 cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)
                 if (w == 0) & (lane == 0):
                     cute.make_tensor(shared.is_raised, 1)[0] = is_raised
-                    # Math has begun with the block before this one: no warp is still looking for pieces of an earlier Q.
-                    cute.make_tensor(shared.q_taken, 2)[q_phase ^ 1] = Int32(0)
                 cute.copy(copy_p, copy_p.retile(rP), copy_p.partition_D(sPT))
                 if block + 1 == last_block:
                     sums = self.of_warp(Int32(shared.sums.toint()), w)
@@ -1068,16 +1088,21 @@ class SparseDecode(PlanReader):
                     cute.prefetch(tma_q, tQgQ[None, tile])
 
     @cute.jit
-    def convert_q(self, shared: Shared, phase: Int32, lane: Int32):
+    def convert_q(self, shared: Shared, k: Int32, lane: Int32):
         """Q / Q_SCALE in fp16 (V32's rope stays bf16), columns in the order of K's in its registers; in place, 32 rows of a
-        tile at a time, by whatever warp is free: at a part's first request all are, later math still stores O.
+        tile at a time, by whatever warp is free: at the part's first request (k = 0) all are, later math still stores O.
+
+        Numbers are given out by a counter: with each request that uses it, it goes up by these units and once more for each
+        of the 12 warps, which find nothing left. One of two, as a warp of math may come late: when convert is in need of the
+        same one again, all of math has begun with the request between.
 
         Position 16 s + 8 h + 2 j + e gets column 16 j + 4 s + 2 h + e; of rope column 32 (s / 2) + 8 j + 4 (s % 2) + 2 h + e.
         That is the order in which lane pc = j holds its 16 columns of K as k-steps s of the MMA.
         """
-        taken = shared.q_taken + phase
-        unit = self.take(taken, lane)
-        while unit < 2 * self.num_tiles:
+        phase, units = k & 1, 2 * self.num_tiles
+        taken, first = shared.q_taken + phase, k // 2 * (units + 12)
+        unit = self.take(taken, lane) - first
+        while unit < units:
             tile = unit // 2
             is_rope, swizzle = tile == self.num_tiles - 1, lane & 7
             address = Int32(shared.sQ.iterator.toint()) + unit * (TILE_M // 2 * 128) + lane * 128
@@ -1102,7 +1127,7 @@ class SparseDecode(PlanReader):
                     store_smem_16b(address + (((2 * s + h) ^ swizzle) * 16), fp16)
             cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
             self.release(shared.q_ready)
-            unit = self.take(taken, lane)
+            unit = self.take(taken, lane) - first
 
     @cute.jit
     def take(self, counter: cute.Pointer, lane: Int32) -> Int32:
@@ -1148,8 +1173,8 @@ class SparseDecode(PlanReader):
             is_empty = total == 0.0
             factor[r] = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
             if (head < self.h_q) & (t % 4 == 0):
-                if is_split:  # by both warpgroups: each one's flag stands for it
-                    params.lse_partial[Int64(slot), s_idx, head] = cutlass.select_(is_empty, Float32(-INF), lse_log2)
+                if is_split:  # by both warpgroups: each one's flag stands for its copy
+                    params.lse_partial[Int64(slot), s_idx, head, half] = cutlass.select_(is_empty, Float32(-INF), lse_log2)
                 elif half == 0:
                     params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse_log2 * LN_2)
         return factor[0], factor[1]
@@ -1161,7 +1186,7 @@ class SparseDecode(PlanReader):
     @cute.jit
     def hand_in(
         self, params: Params, shared: Shared, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32,
-        half: Int32, accO: cute.Tensor,
+        half: Int32, accO: cute.Tensor, tma_out: cute.CopyAtom, tma_mO: cute.Tensor, sO: cute.Tensor, v_slot: Int32,
     ):  # fmt: skip
         """Half of O of any but the part's last request to out; or, of one that began in other parts, to scratch."""
         if (req == part.begin_req) & (part.record[5] != 0):
@@ -1175,12 +1200,12 @@ class SparseDecode(PlanReader):
             else:
                 self.store_piece_fp16(params, slot, s_idx, head_tile, t, half, accO)
         else:
-            self.store_o(params, req, s_idx, head_tile, t, half, accO)
+            self.store_o(req, s_idx, head_tile, t, half, accO, tma_out, tma_mO, sO, v_slot)
 
     @cute.jit
     def hand_in_last(
         self, params: Params, shared: Shared, part: Part, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
-        accO: cute.Tensor,
+        accO: cute.Tensor, tma_out: cute.CopyAtom, tma_mO: cute.Tensor, sO: cute.Tensor, v_slot: Int32,
     ):  # fmt: skip
         """The same of the last request, whose O need not leave the registers if the other one of two pieces is ready; then
         the merge that `hand_in` has left."""
@@ -1211,7 +1236,7 @@ class SparseDecode(PlanReader):
                 other = slot + 1 - 2 * piece
                 self.merge_pair(params, shared, slot, other, part.end_req, s_idx, head_tile, t, half, accO)
         else:
-            self.store_o(params, part.end_req, s_idx, head_tile, t, half, accO)
+            self.store_o(part.end_req, s_idx, head_tile, t, half, accO, tma_out, tma_mO, sO, v_slot)
 
         owes = Int32(0)
         if t == 0:
@@ -1279,8 +1304,8 @@ class SparseDecode(PlanReader):
         weights = Int32(shared.exchange.toint()) + half * (TILE_M * 8)  # [64, 2] fp32; convert has done all its work
         row = head_tile * TILE_M + t
         if (t < TILE_M) & (row < self.h_q):
-            mine = params.lse_partial[Int64(slot), s_idx, row]
-            other = params.lse_partial[Int64(other_slot), s_idx, row]
+            mine = params.lse_partial[Int64(slot), s_idx, row, half]
+            other = params.lse_partial[Int64(other_slot), s_idx, row, half]
             top = cute.arch.fmax(cute.arch.fmax(mine, other), Float32(-1e30))  # finite: -inf - -inf is NaN
             total = cute.math.exp2(mine - top, fastmath=True) + cute.math.exp2(other - top, fastmath=True)
             sink_log2 = None
@@ -1343,15 +1368,34 @@ class SparseDecode(PlanReader):
 
     @cute.jit
     def store_o(
-        self, params: Params, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32, accO: cute.Tensor
+        self, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32, accO: cute.Tensor, tma_out: cute.CopyAtom,
+        tma_mO: cute.Tensor, sO: cute.Tensor, v_slot: Int32,
     ):  # fmt: skip
-        """Half of O from registers to out, bf16.
+        """Half of O from registers to out, bf16: by TMA, through the memory of the V that it was made of last.
 
-        Element e + 2 r + 4 j of accO is row + 8 r, column 8 j + 2 pc + e. A quad of lanes holds 32 columns of a row in four
-        groups of 8; they are transposed, so that each lane stores 16 bytes.
+        Little code, as it is cold. Element e + 2 r + 4 j of accO is row + 8 r, column 8 j + 2 pc + e: stmatrix takes both r of
+        j and j + 1, and lane l the address of row l % 8 of the (l / 8)-th of these four matrices.
         """
-        values = [cute.make_tensor(accO.iterator + 4 * j, 4) for j in range(HALF // 8)]
-        self.store_columns(params, req, s_idx, head_tile, t, half, 0, values)
+        lane, w = t % 32, cute.arch.make_warp_uniform(t // 32)
+        tile = Int32(sO.iterator.toint()) + v_slot * (TILE_M * HALF * 2)  # [4, 64 rows, 64 columns], swizzled
+        row = tile + (16 * w + lane % 16) * 128
+        for jj in cutlass.range_constexpr(HALF // 16):
+            values = cute.make_tensor(accO.iterator + 8 * jj, 8)
+            bf16 = cute.make_rmem_tensor(8, BFloat16)
+            bf16.store(values.load().to(BFloat16))
+            chunk = (2 * (jj % 4) + lane // 16) ^ (lane & 7)  # of 8 columns
+            store_matrices(row + jj // 4 * (TILE_M * 128) + chunk * 16, cute.recast_tensor(bf16, Uint32))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=NamedBarriers.MERGE + half, number_of_threads=WARPGROUP)
+        if w == 0:
+            gO = cute.local_tile(tma_mO[None, None, s_idx, req], (TILE_M, SW128_COLUMNS), (head_tile, None))
+            from_smem, to_out = cpasync.tma_partition(
+                tma_out, 0, cute.make_layout(1), cute.group_modes(sO[None, None, None, v_slot], 0, 2), cute.group_modes(gO, 0, 2)
+            )
+            for i in cutlass.range(HALF // SW128_COLUMNS, unroll=1):
+                cute.copy(tma_out, from_smem[None, i], to_out[None, (1 - half) * (HALF // SW128_COLUMNS) + i])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # then it may be V again
 
     @cute.jit
     def store_columns(
