@@ -137,10 +137,10 @@ def test_sparse_decode(h_q, s_q):
     assert (combine.grid, combine.block) == ((min(blocks // 8, 2 * math.prod(main.grid)), 1, 1), (256, 1, 1))
     assert combine.pdl and not combine.cooperative and combine.smem_bytes < 20480 and combine.cluster == (1, 1, 1)
 
-    # A tensor's parameter begins with its address. Absent tensors are none; the descriptor of q comes last.
+    # A tensor's parameter begins with its address. Absent tensors are none; the descriptors of q and out come last.
     pointers = {name: t.data_ptr() for name, t in args.items() if isinstance(t, torch.Tensor)}
     pointers["lse_partial"] = pointers["scratch"] + 4 * 2 * 3 * s_q * h_q * 512
-    pointers["flags"] = pointers["lse_partial"] + 4 * 2 * 3 * s_q * h_q
+    pointers["flags"] = pointers["lse_partial"] + 2 * 4 * 2 * 3 * s_q * h_q
     assert pointers["flags"] % 8 == 0
     assert pointers["flags"] + 8 * 2 * 3 * s_q * (h_q // 64) * 2 == pointers["scratch"] + 4 * args["scratch"].numel()
     names = {pointer: name for name, pointer in pointers.items()}
@@ -151,14 +151,15 @@ def test_sparse_decode(h_q, s_q):
 
     optional = [name for name in ("topk_length", "attn_sink") if name in pointers]
     of_main = ["q", "kv_cache", "indices", *optional, "metadata", "num_splits", "scratch", "lse_partial", "flags"]
-    of_main += ["out", "lse", "q"]
+    of_main += ["out", "lse", "q", "out"]
     of_combine = ["metadata", "num_splits", "scratch", "lse_partial", *optional[1:], "out", "lse"]
     assert (tensors(main), tensors(combine)) == (of_main, of_combine)
     (scale_log2,) = [p for p in main.params if len(p) == 4]
     assert scale_log2 == (np.float32(0.125) * np.float32(LOG2_E)).tobytes()
     assert struct.pack("q", 2**62 + 1) in main.params
-    (tma_q,) = [p for p in main.params if len(p) == 128]
+    tma_q, tma_out = [p for p in main.params if len(p) == 128]
     assert tma_q[32:40] == struct.pack("2I", 575, h_q - 1)  # columns - 1, rows - 1
+    assert tma_out[32:40] == struct.pack("2I", 511, h_q - 1)
 
 
 def test_one_part_needs_no_combine_and_no_scratch():
@@ -233,8 +234,8 @@ def test_line_info_leads_to_the_python_source():
     assert str(Path(sm90.__file__)) in files.values()
     expected = {  # opcode -> what stands on the line
         "wgmma.mma_async": r"cute\.gemm\(",
-        "stmatrix": r"cute\.copy\(copy_[op],",
-        "cp.async.bulk.tensor": r"cute\.copy\(tma_[qo],",
+        "stmatrix": r"cute\.copy\(copy_p,|inline_ptx\(",
+        "cp.async.bulk.tensor": r"cute\.copy\(tma_(q|out),",
         "mbarrier.init": r"mbarrier_init\(",
         "ex2.approx": r"math\.exp2\(",
         "griddepcontrol": r"griddepcontrol_(wait|launch_dependents)\(",

@@ -137,7 +137,7 @@ class TestTheWay:
         assert_bitwise(args[10], plan.num_splits, name="num_splits")
         assert plan.num_parts > 1
         slots = 2 * plan.num_parts
-        assert (args[11].shape, args[11].dtype) == ((slots * 2 * (16 * 512 + 5 + 4),), torch.float32)
+        assert (args[11].shape, args[11].dtype) == ((slots * 2 * (16 * 512 + 2 * 5 + 4),), torch.float32)
         assert args[11].is_contiguous()
         for i, tensor in {
             0: x.q,

@@ -1,7 +1,7 @@
 """Thread-level pieces of the SM90 kernels: shared memory by address, bulk copies, conversion, fragment arithmetic."""
 
 import cutlass
-from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32, cute
+from cutlass import Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
 
@@ -28,11 +28,12 @@ def e4m3_to_fp16(codes: cute.Tensor, scale: Uint32) -> cute.Tensor:
 
 def bf16_to_fp16(words: cute.Tensor, out: cute.Tensor) -> None:
     """Registers of bf16 pairs -> registers `out` of fp16 pairs; what is too large becomes inf."""
-    fp16 = cute.make_rmem_tensor(2 * cute.size(words), Float16)
-    fp16.store(cute.recast_tensor(words, BFloat16).load().to(Float32).to(Float16))
-    pairs = cute.recast_tensor(fp16, Uint32)
     for i in range(cute.size(out)):
-        out[i] = pairs[i]
+        code = (
+            "{ .reg .b32 low, high; shl.b32 low, {$r0}, 16; and.b32 high, {$r0}, 0xFFFF0000; "
+            "cvt.rn.f16x2.f32 {$w0}, high, low; }"
+        )
+        out[i] = inline_ptx(code, write_only_types=[Uint32], read_only_args=[words[i]])
 
 
 def fp16_pair(x: Float32) -> Uint32:

@@ -138,7 +138,7 @@ class Config:
         v = V_SLOTS * self.tile_n * HALF * 2
         p = self.tile_n * TILE_M * 2
         raw = self.tile_n * self.raw_pitch(fmt)
-        small = 3 * 4 * TILE_M * 4 + 2 * TILE_M * 4 + 76 + 8 * (6 + 8 + 8 + V_SLOTS + 3)
+        small = 3 * 4 * TILE_M * 4 + 3 * TILE_M * 4 + 76 + 8 * (6 + 8 + 8 + V_SLOTS + 3)
         return q + v + p + raw + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -194,7 +194,7 @@ class Params(NamedTuple):
     metadata: cute.Tensor  # [num_parts, 8] int32
     num_splits: cute.Tensor  # [b + 1] int32
     o_partial: cute.Tensor  # [2 * num_parts, s_q, groups of 16 heads, 2, 4096] fp32, in fragment order: see combine.py
-    lse_partial: cute.Tensor  # [2 * num_parts, s_q, h_q, 2] fp32, base 2: a copy of each math warpgroup; combine reads the first
+    lse_partial: cute.Tensor  # [2 * num_parts, s_q, h_q, 2] fp32, base 2: by math warpgroup; combine reads the first's
     flags: cute.Tensor  # [2 * num_parts, s_q, head tiles, 2] int64: `nonce` once the request in two has a piece there
     nonce: Int64  # another one in every launch: flags begin as they are
     out: cute.Tensor  # [b, s_q, h_q, 512] bf16
@@ -218,11 +218,13 @@ class Shared(NamedTuple):
     sQ16: cute.Tensor  # the same bytes as fp16
     sV: cute.Tensor  # [256, 64, 3]: columns first
     sP: cute.Tensor  # [64 heads, 64 keys]
+    sO: cute.Tensor  # [64, 64, 4, 3]: in the bytes of a half of V, half of O on its way out, by column tiles
     raw: cute.Pointer  # [4 warps, 16 records]
     valid: cute.Pointer  # [4] uint32: a bit a record, of the warp's 16
     alpha: cute.Pointer  # [64] fp32: by head, the factor of O before this block
     sums: cute.Pointer  # [4, 64] fp32: a request's l by convert warp and head
     last_top: cute.Pointer  # [64] fp32: and its m
+    sink: cute.Pointer  # [64] fp32: by head, base 2; where there are sinks
     record: cute.Pointer  # [8] int32: the partition's record of the plan
     last_pieces: cute.Pointer  # int32: of the partition's last request, in all partitions
     owes: cute.Pointer  # [2] int32 by math warpgroup: a merge of the part's first request is left
@@ -331,6 +333,7 @@ class SparseDecode(PlanReader):
             top: cute.struct.MemRange[Float32, 4 * TILE_M]
             alpha: cute.struct.MemRange[Float32, TILE_M]
             last_top: cute.struct.MemRange[Float32, TILE_M]
+            sink: cute.struct.MemRange[Float32, TILE_M]
             q_full: cute.struct.MemRange[Int64, self.q_loads]
             q_ready: cute.struct.MemRange[Int64, 1]
             q_taken: cute.struct.MemRange[Int32, 2]
@@ -408,16 +411,17 @@ class SparseDecode(PlanReader):
         sKV = storage.sV.get_tensor(layout_v.outer, swizzle=layout_v.inner)  # [64, 256, 3]
         sPT = storage.sP.get_tensor(layout_p.outer, swizzle=layout_p.inner)  # [64 keys, 64 heads]
         shared = Shared(
-            storage.q_full.data_ptr(), storage.q_ready.data_ptr(), storage.q_taken.data_ptr(), storage.raw_full.data_ptr(), storage.raw_empty.data_ptr(),
-            storage.v_empty.data_ptr(), storage.p_full.data_ptr(), storage.p_empty.data_ptr(),
+            storage.q_full.data_ptr(), storage.q_ready.data_ptr(), storage.q_taken.data_ptr(), storage.raw_full.data_ptr(),
+            storage.raw_empty.data_ptr(), storage.v_empty.data_ptr(), storage.p_full.data_ptr(), storage.p_empty.data_ptr(),
             storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner),
             storage.sQ.get_tensor(layout_q_tiles.outer, swizzle=layout_q_tiles.inner),
             storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=Float16),
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0, 2])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
+            storage.sV.get_tensor(layout_o.outer, swizzle=layout_o.inner, dtype=BFloat16),
             storage.raw.data_ptr(), storage.valid.data_ptr(), storage.alpha.data_ptr(), storage.sums.data_ptr(),
-            storage.last_top.data_ptr(), storage.record.data_ptr(), storage.last_pieces.data_ptr(), storage.owes.data_ptr(), storage.top.data_ptr(),
-            storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
+            storage.last_top.data_ptr(), storage.sink.data_ptr(), storage.record.data_ptr(), storage.last_pieces.data_ptr(),
+            storage.owes.data_ptr(), storage.top.data_ptr(), storage.is_raised.data_ptr(), storage.exchange.data_ptr(),
         )  # fmt: skip
 
         if warp_idx == 0:
@@ -439,6 +443,11 @@ class SparseDecode(PlanReader):
         if tid < 2:
             cute.make_tensor(shared.owes, 2)[tid] = Int32(0)
             cute.make_tensor(shared.q_taken, 2)[tid] = Int32(0)
+        if const_expr(params.attn_sink is not None):  # noqa: SIM102  one is decided at compile time
+            if tid >= 2 * WARPGROUP + TILE_M:  # by then loads of a request's end would be waited for
+                row = tid - (2 * WARPGROUP + TILE_M)
+                sink = params.attn_sink[cutlass.min(head_tile * TILE_M + row, self.h_q - 1)]
+                cute.make_tensor(shared.sink, TILE_M)[row] = sink * LOG2_E
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -446,8 +455,7 @@ class SparseDecode(PlanReader):
         cute.arch.griddepcontrol_launch_dependents()
         if wg < 2:
             set_registers(self.config.registers[0])
-            sO = storage.sV.get_tensor(layout_o.outer, swizzle=layout_o.inner, dtype=BFloat16)
-            self.math(params, s_idx, head_tile, tid % WARPGROUP, wg, mma_pv, tma_out, tma_mO, sO, shared)
+            self.math(params, s_idx, head_tile, tid % WARPGROUP, wg, mma_pv, tma_out, tma_mO, shared)
         else:
             set_registers(self.config.registers[1])
             self.convert(params, s_idx, head_tile, tid % WARPGROUP, mma_qk, mma_rope, tma_q, tma_mQ, shared)
@@ -470,7 +478,7 @@ class SparseDecode(PlanReader):
     @cute.jit
     def math(
         self, params: Params, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
-        mma_pv: cute.TiledMma, tma_out: cute.CopyAtom, tma_mO: cute.Tensor, sO: cute.Tensor, shared: Shared,
+        mma_pv: cute.TiledMma, tma_out: cute.CopyAtom, tma_mO: cute.Tensor, shared: Shared,
     ):  # fmt: skip
         """Half of O: warpgroup 0 has the right one, columns 256 on, which convert makes first; warpgroup 1 the left one.
 
@@ -525,7 +533,7 @@ class SparseDecode(PlanReader):
                     for j in cutlass.range_constexpr(cute.size(accO)):
                         accO[j] = accO[j] * (factor_0, factor_1)[j // 2 % 2]
                     if r < part.end_req:
-                        self.hand_in(params, shared, part, r, s_idx, head_tile, t, half, accO, tma_out, tma_mO, sO, slot)
+                        self.hand_in(params, shared, part, r, s_idx, head_tile, t, half, accO, tma_out, tma_mO, slot)
                     self.release(shared.v_empty + slot)
                 else:
                     self.release(shared.v_empty + slot)
@@ -538,7 +546,7 @@ class SparseDecode(PlanReader):
                 slot = cutlass.select_(slot >= V_SLOTS, slot - V_SLOTS, slot)
         if part.begin_req <= part.end_req:
             slot = cutlass.select_(slot == V_SLOTS - 1, Int32(0), slot + 1)  # that of the last block
-            self.hand_in_last(params, shared, part, s_idx, head_tile, t, half, accO, tma_out, tma_mO, sO, slot)
+            self.hand_in_last(params, shared, part, s_idx, head_tile, t, half, accO, tma_out, tma_mO, slot)
 
     @cute.jit
     def load_index(self, params: Params, part: Part, s_idx: Int32, ahead: Block, w: Int32, lane: Int32):
@@ -703,7 +711,7 @@ class SparseDecode(PlanReader):
                     self.prefetch_q(req + 1, s_idx, head_tile, w, tma_q, tma_mQ, shared)
                 v_slot, v_phase = self.scores(
                     shared, mma_qk, mma_rope, rQ, rQ_rope, accS, ahead, w, lane, v_slot, v_phase, n & 1, block > first_block,
-                    zero,
+                    block < first_block + 2, zero,
                 )  # fmt: skip
                 exponents = (ahead.exponents[0], ahead.exponents[1])
                 valid = ahead.valid[0]
@@ -808,12 +816,12 @@ class SparseDecode(PlanReader):
     def scores(
         self, shared: Shared, mma_qk: cute.TiledMma, mma_rope: cute.TiledMma, rQ: cute.Tensor, rQ_rope: cute.Tensor,
         accS: cute.Tensor, ahead: Ahead, w: Int32, lane: Int32, v_slot: Int32, v_phase: Int32, raw_phase: Int32,
-        has_waiting: Boolean, zero: Uint32,
+        has_waiting: Boolean, is_early: Boolean, zero: Uint32,
     ):  # fmt: skip
         """Starts accS = K Q^T for the block's 64 keys, and V: tile by tile of 64 columns, converted, stored, multiplied.
 
-        The right tiles lie in registers (`ahead`), the left ones are loaded two tiles ahead. Lane 4 g + pc has 16 columns of
-        each tile of its two keys. Whole at trace time: no branch.
+        is_early: of the request's first two blocks. The right tiles lie in registers (`ahead`), the left ones are loaded two
+        tiles ahead. Lane 4 g + pc has 16 columns of each tile of its two keys. Whole at trace time.
         """
         g, pc = lane // 4, lane % 4
         tile_bytes = self.tile_n * SW128_COLUMNS * 2
@@ -826,9 +834,11 @@ class SparseDecode(PlanReader):
 
         for i, tile in enumerate(order):
             is_stored = tile < stored
+            if tile == right[0]:
+                # Else math 1, which had this slot with block n - 2, has released P behind it, and for that this warp has
+                # waited in block n - 1. But with a request's last block P is released first, and then the slot takes O.
+                self.wait_if(shared.v_empty + v_slot, v_phase, is_early)
             if tile == left[0]:
-                # The right half's slot needs no wait: its last reader was math 1 with block n - 2, which then released P,
-                # and for that this warp has waited in block n - 1.
                 cute.arch.mbarrier_wait(shared.v_empty + v_slot, v_phase)
             for next_tile in [t for t in order[i : i + 3] if t not in codes and t in left]:
                 if next_tile == left[0]:
@@ -1167,7 +1177,7 @@ class SparseDecode(PlanReader):
             lse_log2 = cute.math.log2(total * 2.0**-RAISED_BITS, fastmath=True) + (top + RAISED_BITS)
             denominator = total
             if const_expr(params.attn_sink is not None):
-                sink_log2 = params.attn_sink[cutlass.min(head, self.h_q - 1)] * LOG2_E
+                sink_log2 = cute.make_tensor(shared.sink, TILE_M)[row]
                 sink = cute.math.exp2(sink_log2 - top, fastmath=True)
                 denominator += cutlass.select_(is_split, Float32(0), sink)
             is_empty = total == 0.0
@@ -1186,7 +1196,7 @@ class SparseDecode(PlanReader):
     @cute.jit
     def hand_in(
         self, params: Params, shared: Shared, part: Part, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32,
-        half: Int32, accO: cute.Tensor, tma_out: cute.CopyAtom, tma_mO: cute.Tensor, sO: cute.Tensor, v_slot: Int32,
+        half: Int32, accO: cute.Tensor, tma_out: cute.CopyAtom, tma_mO: cute.Tensor, v_slot: Int32,
     ):  # fmt: skip
         """Half of O of any but the part's last request to out; or, of one that began in other parts, to scratch."""
         if (req == part.begin_req) & (part.record[5] != 0):
@@ -1200,12 +1210,12 @@ class SparseDecode(PlanReader):
             else:
                 self.store_piece_fp16(params, slot, s_idx, head_tile, t, half, accO)
         else:
-            self.store_o(req, s_idx, head_tile, t, half, accO, tma_out, tma_mO, sO, v_slot)
+            self.store_o(shared, req, s_idx, head_tile, t, half, accO, tma_out, tma_mO, v_slot)
 
     @cute.jit
     def hand_in_last(
         self, params: Params, shared: Shared, part: Part, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
-        accO: cute.Tensor, tma_out: cute.CopyAtom, tma_mO: cute.Tensor, sO: cute.Tensor, v_slot: Int32,
+        accO: cute.Tensor, tma_out: cute.CopyAtom, tma_mO: cute.Tensor, v_slot: Int32,
     ):  # fmt: skip
         """The same of the last request, whose O need not leave the registers if the other one of two pieces is ready; then
         the merge that `hand_in` has left."""
@@ -1236,7 +1246,7 @@ class SparseDecode(PlanReader):
                 other = slot + 1 - 2 * piece
                 self.merge_pair(params, shared, slot, other, part.end_req, s_idx, head_tile, t, half, accO)
         else:
-            self.store_o(part.end_req, s_idx, head_tile, t, half, accO, tma_out, tma_mO, sO, v_slot)
+            self.store_o(shared, part.end_req, s_idx, head_tile, t, half, accO, tma_out, tma_mO, v_slot)
 
         owes = Int32(0)
         if t == 0:
@@ -1310,7 +1320,7 @@ class SparseDecode(PlanReader):
             total = cute.math.exp2(mine - top, fastmath=True) + cute.math.exp2(other - top, fastmath=True)
             sink_log2 = None
             if const_expr(params.attn_sink is not None):
-                sink_log2 = params.attn_sink[row] * LOG2_E
+                sink_log2 = cute.make_tensor(shared.sink, TILE_M)[t]
             lse, exponent = normalise(top, total, sink_log2)
             if half == 0:
                 params.lse[Int64(req), s_idx, row] = lse * LN_2
@@ -1368,8 +1378,8 @@ class SparseDecode(PlanReader):
 
     @cute.jit
     def store_o(
-        self, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32, accO: cute.Tensor, tma_out: cute.CopyAtom,
-        tma_mO: cute.Tensor, sO: cute.Tensor, v_slot: Int32,
+        self, shared: Shared, req: Int32, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32, accO: cute.Tensor,
+        tma_out: cute.CopyAtom, tma_mO: cute.Tensor, v_slot: Int32,
     ):  # fmt: skip
         """Half of O from registers to out, bf16: by TMA, through the memory of the V that it was made of last.
 
@@ -1377,7 +1387,7 @@ class SparseDecode(PlanReader):
         j and j + 1, and lane l the address of row l % 8 of the (l / 8)-th of these four matrices.
         """
         lane, w = t % 32, cute.arch.make_warp_uniform(t // 32)
-        tile = Int32(sO.iterator.toint()) + v_slot * (TILE_M * HALF * 2)  # [4, 64 rows, 64 columns], swizzled
+        tile = Int32(shared.sO.iterator.toint()) + v_slot * (TILE_M * HALF * 2)  # [4, 64 rows, 64 columns], swizzled
         row = tile + (16 * w + lane % 16) * 128
         for jj in cutlass.range_constexpr(HALF // 16):
             values = cute.make_tensor(accO.iterator + 8 * jj, 8)
@@ -1389,9 +1399,8 @@ class SparseDecode(PlanReader):
         cute.arch.barrier(barrier_id=NamedBarriers.MERGE + half, number_of_threads=WARPGROUP)
         if w == 0:
             gO = cute.local_tile(tma_mO[None, None, s_idx, req], (TILE_M, SW128_COLUMNS), (head_tile, None))
-            from_smem, to_out = cpasync.tma_partition(
-                tma_out, 0, cute.make_layout(1), cute.group_modes(sO[None, None, None, v_slot], 0, 2), cute.group_modes(gO, 0, 2)
-            )
+            sO = cute.group_modes(shared.sO[None, None, None, v_slot], 0, 2)
+            from_smem, to_out = cpasync.tma_partition(tma_out, 0, cute.make_layout(1), sO, cute.group_modes(gO, 0, 2))
             for i in cutlass.range(HALF // SW128_COLUMNS, unroll=1):
                 cute.copy(tma_out, from_smem[None, i], to_out[None, (1 - half) * (HALF // SW128_COLUMNS) + i])
             cute.arch.cp_async_bulk_commit_group()
