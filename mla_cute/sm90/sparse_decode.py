@@ -4,10 +4,10 @@ Three warpgroups in two roles. Products are transposed where that saves traffic:
 registers in which it was dequantised, so that shared memory, one port of 128 B/cycle that all of this competes for, carries
 K once (as V) and Q once.
 
-| role    | warps | registers | consumes                           | produces                                      |
-|---------|-------|-----------|------------------------------------|-----------------------------------------------|
-| math    | 0-7   | 160       | P, V, alpha (p_full); indices      | O, 256 columns each; copies of the raw records |
-| convert | 8-11  | 184       | raw records (raw_full), Q (q_full) | V, P, alpha, output factors, lse              |
+| role    | warps | registers | consumes                            | produces                                      |
+|---------|-------|-----------|-------------------------------------|-----------------------------------------------|
+| math    | 0-7   | 160       | P, V, alpha, l, m (p_full); indices | O, 256 columns each, lse; copies of the raw records |
+| convert | 8-11  | 184       | raw records (raw_full), Q (q_ready) | V, P, alpha; l and m of a request             |
 
  indices -> [math] bulk copies of records, in two parts -> raw ring -> [convert] e4m3 * scale in fp16 -> registers, V
    -> [convert] S^T = K Q^T -> softmax over keys -> P^T
@@ -22,15 +22,17 @@ A CTA owns one partition of the plan (a run of key blocks, perhaps of several re
  4. m[h] stays, unless some z - m exceeds 15: then m' = max(m, max z - 7) for all heads, alpha = exp2(m - m')         [convert]
  5. P = exp2(z - m) in fp16 -> shared memory; l = l * alpha + sum over t of P / 2^x(t)                               [convert]
  6. O = alpha * O + P V: the exponents of P and V cancel                                                             [math]
-After a request's last block, lse = m ln 2 + ln(l), and O / (l + sink) goes from registers to global memory; then all warps
-convert the next request's Q. Of a request in two pieces, each math warpgroup merges its 256 columns in the CTA that ends
-last: the other one has left its piece in scratch. Only requests in three or more need the combine kernel.
+After a request's last block, lse = m ln 2 + ln(l), and O / (l + sink) goes by way of the V it was made of last, as one tile, to
+global memory, while convert goes on; the next request's Q is converted by whatever warp is free, mostly convert's. Of a request
+in two pieces, each math warpgroup merges its 256 columns in the CTA that ends last: the other one has left its piece in
+scratch. Only requests in three or more need the combine kernel.
 
 Why it is built so, in SM cycles measured on an H200 (docs/tuning-sm90.md): the convert warps are the chain that sets the pace,
 about 3,800 a block; matrix units are busy 2,176 of them. fp16 takes 19 instructions a token where bf16 takes 43. Records are
 released in two parts, because 64 copies take the copy engine 1,500 and memory 1,000 more: the right part is in registers
 before the block begins, loaded behind the exponentials of the one before. Math 1's product is held back until convert has
-issued its own: the two then share the matrix units with the softmax, not with each other.
+issued its own: the two then share the matrix units with the softmax, not with each other. Code that runs once a request is
+cold each time (7 ns an instruction): short loops, and O by TMA rather than by many stores.
 
 Formats differ in three places: MODEL1's rope is a tile of V (fp16 too), its scales come by loads, prepared by math behind the
 record, and V32's rope tile comes first. Keys of an extra cache are blocks behind the main ones: only the filling of the raw
@@ -482,7 +484,7 @@ class SparseDecode(PlanReader):
     ):  # fmt: skip
         """Half of O: warpgroup 0 has the right one, columns 256 on, which convert makes first; warpgroup 1 the left one.
 
-        Consumes P, V, alpha, factor (p_full); releases V and P. Its warp w also copies one part of the records of convert's
+        Consumes P, V, alpha, l, m (p_full); releases V and P. Its warp w also copies one part of the records of convert's
         warp w, two or three blocks ahead of its products.
         """
         lane, w = t % 32, cute.arch.make_warp_uniform(t // 32)
@@ -662,10 +664,11 @@ class SparseDecode(PlanReader):
         self, params: Params, s_idx: Int32, head_tile: Int32, t: Int32, mma_qk: cute.TiledMma,
         mma_rope: cute.TiledMma, tma_q: cute.CopyAtom, tma_mQ: cute.Tensor, shared: Shared,
     ):  # fmt: skip
-        """K in fp16: into registers for S^T = K Q^T, into shared memory as V; softmax over keys; lse.
+        """K in fp16: into registers for S^T = K Q^T, into shared memory as V; softmax over keys.
 
-        Consumes the raw records (raw_full), Q; waits for v_empty and p_empty. Produces V, P, alpha, factor (p_full) and
-        lse. Warp w owns keys 16w..16w+15 of a block, a lane columns 16 pc..16 pc + 15 of each tile of keys g and g + 8.
+        Consumes the raw records (raw_full), Q (q_ready); waits for v_empty and p_empty. Produces V, P, alpha and, of a request,
+        l and m (p_full). Warp w owns keys 16w..16w+15 of a block, a lane columns 16 pc..16 pc + 15 of each tile of keys g
+        and g + 8.
         """
         lane, w = cute.arch.lane_idx(), cute.arch.make_warp_uniform(t // 32)
         g, pc = lane // 4, lane % 4
@@ -1190,8 +1193,8 @@ class SparseDecode(PlanReader):
         return factor[0], factor[1]
 
     # A request in two pieces is merged by the part that is the second to have its piece ready; nobody waits, so the two CTAs
-    # need not run at the same time. The flag's exchange makes the piece of the whole warpgroup visible, and convert's lse,
-    # which p_full and the barrier order before it. Merges come behind all other work of a CTA.
+    # need not run at the same time. The flag's exchange makes the piece and the lse of the whole warpgroup visible.
+    # Merges come behind all other work of a CTA.
 
     @cute.jit
     def hand_in(
