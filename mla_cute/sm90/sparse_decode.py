@@ -111,7 +111,7 @@ Q_SCALE_INVERSE = 0x3D803D80  # 1 / Q_SCALE, a pair of bf16
 P_BITS = 15.0  # P stays below 2 ** 15: it is fp16, normal from 2 ** -14 on
 RAISED_BITS = 7.0  # of the largest P when m has just been raised
 MIN_EXPONENT = 67  # of a key, biased: scales below 2 ** -60 lose bits
-MERGE_ROUNDS = (1, 2, 2, 3)  # of 8 groups of columns of the other piece: what registers allow
+MERGE_ROUNDS = (1, 1, 2, 2, 2)  # of 8 groups of columns of the other piece: what registers allow
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
 
 
@@ -1106,8 +1106,8 @@ class SparseDecode(PlanReader):
         tile at a time, by whatever warp is free: at the part's first request (k = 0) all are, later math still stores O.
 
         Numbers are given out by a counter: with each request that uses it, it goes up by these units and once more for each
-        of the 12 warps, which find nothing left. One of two, as a warp of math may come late: when convert is in need of the
-        same one again, all of math has begun with the request between.
+        of the 12 warps, which find nothing left. There are two, as a warp of math may come late: when convert needs the same
+        one again, two requests on, all of math has asked it for the last time, or P would not have been free since.
 
         Position 16 s + 8 h + 2 j + e gets column 16 j + 4 s + 2 h + e; of rope column 32 (s / 2) + 8 j + 4 (s % 2) + 2 h + e.
         That is the order in which lane pc = j holds its 16 columns of K as k-steps s of the MMA.
@@ -1148,7 +1148,7 @@ class SparseDecode(PlanReader):
         number = Int32(0)
         if lane == 0:
             number = add_shared(Int32(counter.toint()), Int32(1))
-        return cute.arch.make_warp_uniform(number)
+        return cute.arch.shuffle_sync(number, 0)
 
     # ---- steps of math ----
 
@@ -1390,6 +1390,8 @@ class SparseDecode(PlanReader):
         j and j + 1, and lane l the address of row l % 8 of the (l / 8)-th of these four matrices.
         """
         lane, w = t % 32, cute.arch.make_warp_uniform(t // 32)
+        # No warp's product reads V any more.
+        cute.arch.barrier(barrier_id=NamedBarriers.MERGE + half, number_of_threads=WARPGROUP)
         tile = Int32(shared.sO.iterator.toint()) + v_slot * (TILE_M * HALF * 2)  # [4, 64 rows, 64 columns], swizzled
         row = tile + (16 * w + lane % 16) * 128
         for jj in cutlass.range_constexpr(HALF // 16):
@@ -1404,10 +1406,11 @@ class SparseDecode(PlanReader):
             gO = cute.local_tile(tma_mO[None, None, s_idx, req], (TILE_M, SW128_COLUMNS), (head_tile, None))
             sO = cute.group_modes(shared.sO[None, None, None, v_slot], 0, 2)
             from_smem, to_out = cpasync.tma_partition(tma_out, 0, cute.make_layout(1), sO, cute.group_modes(gO, 0, 2))
-            for i in cutlass.range(HALF // SW128_COLUMNS, unroll=1):
-                cute.copy(tma_out, from_smem[None, i], to_out[None, (1 - half) * (HALF // SW128_COLUMNS) + i])
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # then it may be V again
+            with cute.arch.elect_one():  # unlike a load it does not elect by itself
+                for i in cutlass.range(HALF // SW128_COLUMNS, unroll=1):
+                    cute.copy(tma_out, from_smem[None, i], to_out[None, (1 - half) * (HALF // SW128_COLUMNS) + i])
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)  # then it may be V again
 
     @cute.jit
     def store_columns(
