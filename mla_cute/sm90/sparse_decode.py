@@ -4,10 +4,10 @@ Three warpgroups in two roles. Products are transposed where that saves traffic:
 registers in which it was dequantised, so that shared memory, one port of 128 B/cycle that all of this competes for, carries
 K once (as V) and Q once.
 
-| role    | warps | registers | consumes                            | produces                                      |
-|---------|-------|-----------|-------------------------------------|-----------------------------------------------|
+| role    | warps | registers | consumes                            | produces                                            |
+|---------|-------|-----------|-------------------------------------|-----------------------------------------------------|
 | math    | 0-7   | 160       | P, V, alpha, l, m (p_full); indices | O, 256 columns each, lse; copies of the raw records |
-| convert | 8-11  | 184       | raw records (raw_full), Q (q_ready) | V, P, alpha; l and m of a request             |
+| convert | 8-11  | 184       | raw records (raw_full), Q (q_ready) | V, P, alpha; l and m of a request                   |
 
  indices -> [math] bulk copies of records, in two parts -> raw ring -> [convert] e4m3 * scale in fp16 -> registers, V
    -> [convert] S^T = K Q^T -> softmax over keys -> P^T
@@ -39,7 +39,7 @@ record, and V32's rope tile comes first. Keys of an extra cache are blocks behin
 ring knows.
 
 Shared memory (bytes): Q 73,728; V three halves of [64 keys, 256] 98,304; P 8,192; raw records 64 x 656 = 41,984; maxima,
-factors, barriers 4.2 K. Sources of the ideas: FlashMLA (plan, split and combine), FlashAttention (online softmax; its 4th
+sums, sinks, barriers 4.2 K. Sources of the ideas: FlashMLA (plan, split and combine), FlashAttention (online softmax; its 4th
 version's threshold for rescaling). Ours: K as the register operand, keys with exponents of their own in fp16, one product
 delayed into the softmax, records in two parts.
 """
@@ -446,7 +446,7 @@ class SparseDecode(PlanReader):
             cute.make_tensor(shared.owes, 2)[tid] = Int32(0)
             cute.make_tensor(shared.q_taken, 2)[tid] = Int32(0)
         if const_expr(params.attn_sink is not None):  # noqa: SIM102  one is decided at compile time
-            if tid >= 2 * WARPGROUP + TILE_M:  # by then loads of a request's end would be waited for
+            if tid >= 2 * WARPGROUP + TILE_M:  # here, as at a request's end the load would be waited for
                 row = tid - (2 * WARPGROUP + TILE_M)
                 sink = params.attn_sink[cutlass.min(head_tile * TILE_M + row, self.h_q - 1)]
                 cute.make_tensor(shared.sink, TILE_M)[row] = sink * LOG2_E
@@ -1011,13 +1011,13 @@ class SparseDecode(PlanReader):
             values = [op(k, cute.arch.shuffle_sync_bfly(s, offset=offset)) for k, s in zip(kept, sent)]
         return values
 
-    def gather(self, buffer: Int32, lane: Int32, op):
-        """[2] of heads 2 lane, 2 lane + 1 from all four warps."""
+    def maxima_of_all(self, buffer: Int32, lane: Int32):
+        """[2] of heads 2 lane, 2 lane + 1: the largest of the four warps'."""
         total = None
         for i in range(4):
             values = self.load_pair(self.of_warp(buffer, i), lane)
             pair = (values[0], values[1])
-            total = pair if total is None else tuple(op(a, b) for a, b in zip(total, pair))
+            total = pair if total is None else tuple(cute.arch.fmax(a, b) for a, b in zip(total, pair))
         return total
 
     def of_warp(self, array: Int32, w) -> Int32:
@@ -1048,7 +1048,7 @@ class SparseDecode(PlanReader):
             maxima[i] = cute.arch.fmax(accS[4 * j + e], accS[4 * j + 2 + e])
         self.store_pair(self.of_warp(exchange, w), lane, self.over_keys(maxima, lane, cute.arch.fmax))
         cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
-        block_max = self.gather(exchange, lane, cute.arch.fmax)
+        block_max = self.maxima_of_all(exchange, lane)
         old = self.load_pair(top_warp, lane)
         new, alpha = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for e in cutlass.range_constexpr(2):
@@ -1113,7 +1113,7 @@ class SparseDecode(PlanReader):
         That is the order in which lane pc = j holds its 16 columns of K as k-steps s of the MMA.
         """
         phase, units = k & 1, 2 * self.num_tiles
-        taken, first = shared.q_taken + phase, k // 2 * (units + 12)
+        taken, first = shared.q_taken + phase, k // 2 * (units + 3 * WARPGROUP // 32)
         unit = self.take(taken, lane) - first
         while unit < units:
             tile = unit // 2
