@@ -28,6 +28,8 @@ import torch
 import mla_cute
 
 from .kv_cache import FORMATS, MODEL1, V32, KVFormat, quantize_kv_cache
+from .schedule import settle
+from .target import target
 from .testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, Inputs, assert_bitwise, assert_close
 
 # ----- cases ----------------------------------------------------------------------------------------------------------
@@ -435,8 +437,11 @@ def compile_ahead(cases: list[Case], impl, changes: dict) -> None:
     from . import jit, schedule_kernel
 
     module, arch, jobs = mla_cute.select_impl("cuda", impl), jit.arch_of("cuda"), []
-    for problem in dict.fromkeys(case.problem for case in cases):
+    where = target(torch.device("cuda"))
+    for case in cases:
+        problem = case.problem
         config = dataclasses.replace(module.default_config(problem), **changes)
+        config, _ = settle(config, problem, case.b, case.s_q, case.topk, case.extra_topk, where)
         plan = schedule_kernel.PlanProblem(
             problem.has_topk_length, use_workspace=False, has_extra_topk_length=problem.has_extra_topk_length
         )

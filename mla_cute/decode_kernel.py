@@ -50,6 +50,17 @@ class PlanReader:
     @cute.jit
     def work_range(self, params, part: Part, req: Int32) -> Work:
         """The key blocks of `req` in this partition. A request without tokens still has one block, wholly masked."""
+        length, extra_length, num_main_blocks, num_blocks = self.lengths_of(params, req)
+        begin_block, end_block = part.record[2], part.record[3]
+        is_begin, is_end = req == part.begin_req, req == part.end_req
+        first = cutlass.select_(is_begin, begin_block, Int32(0))
+        # At least one block, though the plan may be older than the lengths: all roles and barriers count on it.
+        last = cutlass.max(cutlass.select_(is_end, end_block, num_blocks), first + 1)
+        return Work(first, last, length, extra_length, num_main_blocks)
+
+    @cute.jit
+    def lengths_of(self, params, req: Int32):
+        """Of a request: selected tokens in the main cache and in the extra one, key blocks in the main one and in both."""
         length = params.indices.shape[2]
         if const_expr(params.topk_length is not None):
             length = cutlass.max(cutlass.min(params.topk_length[req], length), 0)
@@ -60,12 +71,7 @@ class PlanReader:
             if const_expr(params.extra_topk_length is not None):
                 extra_length = cutlass.max(cutlass.min(params.extra_topk_length[req], extra_length), 0)
             num_blocks += (extra_length + self.tile_n - 1) // self.tile_n
-        begin_block, end_block = part.record[2], part.record[3]
-        is_begin, is_end = req == part.begin_req, req == part.end_req
-        first = cutlass.select_(is_begin, begin_block, Int32(0))
-        # At least one block, though the plan may be older than the lengths: all roles and barriers count on it.
-        last = cutlass.max(cutlass.select_(is_end, end_block, num_blocks), first + 1)
-        return Work(first, last, length, extra_length, num_main_blocks)
+        return length, extra_length, num_main_blocks, num_blocks
 
     def num_blocks(self, length: Int32) -> Int32:
         """Key blocks of so many tokens in the main cache, at least one."""

@@ -24,7 +24,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import jit
-from .schedule import DecodePlan, most_splits, plan_decode, scratch_size
+from .schedule import DecodePlan, most_splits, plan_decode, scratch_size, settle
 from .target import DEFAULT_BACKEND, arch_of, target
 from .validate import Problem, check_sparse_decode
 
@@ -76,7 +76,8 @@ def sparse_decode(
         extra_indices: [b, s_q, extra_topk] int32, into extra_kv_cache, which needs them; rules as for indices.
         extra_topk_length: [b] int32, as topk_length, for extra_indices.
         plan: from `plan_decode`, for calls with the same shapes and the same lengths; saves the planner's
-            launch. Default: planned in this call, on the device, without a host sync.
+            launch. Default: planned in this call, on the device, without a host sync. Small batches on Hopper neither read a
+            plan nor make one (`settle` of the implementation's `Config`).
         config: the implementation's `Config`; default plan.config, or `default_config` of the implementation.
         impl: another implementation: a module with `Config`, `default_config` and `compile`, its importable name, or
             the path of its .py file (both are looked up in every call). Default: `select_impl(q.device)`.
@@ -90,9 +91,10 @@ def sparse_decode(
 
     Work is queued on torch's current stream of q's device and the call does not wait for it. It may be captured in a
     CUDA graph (call it once before: a first call compiles); without a plan, each replay plans anew. Results are
-    deterministic: the same bits for the same inputs and plan. Scratch: 2 * plan.num_parts * s_q slots of 32 KiB for
+    deterministic: the same bits for the same inputs and plan, of clusters on one device (how large they are is up to the
+    chip). Scratch: 2 * plan.num_parts * s_q slots of 32 KiB for
     every 16 heads and 4 bytes a head whatever b is (at most 35 MB on 132 SMs, for any s_q and h_q), nothing if
-    num_parts is 1. There is no backward.
+    num_parts is 1 or clusters run. There is no backward.
 
     torch.compile(fullgraph=True), torch.export and make_fx make an op of the call, torch.ops.mla_cute.sparse_decode (see
     torch_ops). There `impl` must be importable by its name, and the fields of `config` ints, bools, strings, None or tuples
@@ -169,17 +171,21 @@ def sparse_decode(
         lse = empty(*ready.lse_spec)
     if ready.kernel is None:  # an empty batch
         return out, lse
-    if plan is None:
-        plan = plan_decode(
-            q,
-            indices,
-            topk_length=topk_length,
-            extra_indices=extra_indices,
-            extra_topk_length=extra_topk_length,
-            config=ready.kernel_config,
-            impl=ready.module,
-            backend=backend,
-        )
+    if ready.no_plan is not None:
+        metadata, num_splits = ready.no_plan
+    else:
+        if plan is None:
+            plan = plan_decode(
+                q,
+                indices,
+                topk_length=topk_length,
+                extra_indices=extra_indices,
+                extra_topk_length=extra_topk_length,
+                config=ready.kernel_config,
+                impl=ready.module,
+                backend=backend,
+            )
+        metadata, num_splits = plan.metadata, plan.num_splits
     ready.kernel(  # on torch's current stream of the tensors' device, whichever device is the current one
         q,
         kv_cache if ready.is_bytes else kv_cache.view(torch.uint8),
@@ -190,8 +196,8 @@ def sparse_decode(
         extra_topk_length,
         attn_sink,
         ready.default_scale if softmax_scale is None else float(softmax_scale),
-        plan.metadata,
-        plan.num_splits,
+        metadata,
+        num_splits,
         empty(*ready.scratch_spec),
         out,
         lse,
@@ -235,7 +241,8 @@ class _Ready:
     out_spec: tuple | None = None  # what `empty` takes
     lse_spec: tuple | None = None
     scratch_spec: tuple | None = None
-    max_splits: int = 0
+    max_splits: int = 0  # or the CTAs of a cluster
+    no_plan: tuple | None = None  # (metadata, num_splits) for a kernel that does not read them: clusters need no plan
 
 
 _ready = _Ready()  # of the last call: the layers of a model make the same call again and again
@@ -275,6 +282,7 @@ def _prepare(problem, plan, config, impl, backend, q, kv_cache, indices, extra_k
         module.check_caches(kv_cache, extra_kv_cache)
     tile_n = kernel_config.tile_n
     where.admit(b * s_q * problem.head_tiles * (-(-topk // tile_n) + -(-extra_topk // tile_n)))
+    settled, cluster = settle(kernel_config, problem, b, s_q, topk, extra_topk, where)
     parts = kernel_config.num_parts(problem, s_q, where.num_sms) if plan is None else plan.num_parts
     has_lengths = problem.has_topk_length or problem.has_extra_topk_length
     made = _Ready(
@@ -285,7 +293,7 @@ def _prepare(problem, plan, config, impl, backend, q, kv_cache, indices, extra_k
         module,
         module.compile,
         kernel_config,
-        kernel=where.load(module, problem, kernel_config, where.arch) if b else None,
+        kernel=where.load(module, problem, settled, where.arch) if b else None,
         is_bytes=kv_cache.dtype is torch.uint8,
         extra_is_bytes=extra_kv_cache is None or extra_kv_cache.dtype is torch.uint8,
         default_scale=d_qk**-0.5,
@@ -293,12 +301,18 @@ def _prepare(problem, plan, config, impl, backend, q, kv_cache, indices, extra_k
         empty=where.empty,
         out_spec=_spec(torch.bfloat16, b, s_q, h_q, problem.d_v),
         lse_spec=_spec(torch.float32, b, s_q, h_q),
-        scratch_spec=_spec(torch.float32, scratch_size(parts, s_q, h_q)),
-        max_splits=most_splits(kernel_config, b, topk, extra_topk, has_lengths, parts),
+        scratch_spec=_spec(torch.float32, 0 if cluster else scratch_size(parts, s_q, h_q)),
+        max_splits=cluster or most_splits(kernel_config, b, topk, extra_topk, has_lengths, parts),
+        no_plan=_no_plan(q.device) if cluster else None,
     )
     if backend is None:
         _ready = made
     return made  # not _ready: another thread may have set it meanwhile
+
+
+def _no_plan(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without memory: what stays in `_ready` must not hold any of a CUDA graph's pool."""
+    return tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in ((0, 8), (0,)))
 
 
 def _spec(dtype: torch.dtype, *shape: int) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:

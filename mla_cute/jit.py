@@ -609,7 +609,8 @@ def warmup_jobs(
         plan = schedule_kernel.PlanProblem(
             problem.has_topk_length, use_workspace=False, has_extra_topk_length=problem.has_extra_topk_length
         )
-        found.append(Job(module, problem, config or module.default_config(problem), arch))
+        chosen = config or module.default_config(problem)
+        found += [Job(module, problem, c, arch) for c in (chosen.kernels() if hasattr(chosen, "kernels") else [chosen])]
         found.append(Job(schedule_kernel, plan, None, arch))
     return list(dict.fromkeys(found))
 

@@ -2,9 +2,9 @@
 
 A kernel is launched with P parts (CTAs per query token and tile of heads). Each part is a run of consecutive key
 blocks, all about equally long, possibly from several requests; a request that two or more parts share is split. Two
-pieces are merged by the part that ends last, three or more behind the main kernel (`mla_cute.combine`). The rules, and
-the records but for their last field, are those of FlashMLA's metadata kernel; `mla_cute.reference.plan` states them,
-`mla_cute.schedule_kernel` computes them on the device.
+pieces are merged by the part that ends last, three or more behind the main kernel (`mla_cute.combine`). Hopper's kernel for
+small batches reads no plan (`settle`). The rules, and the records but for their last field, are those of FlashMLA's
+metadata kernel; `mla_cute.reference.plan` states them, `mla_cute.schedule_kernel` computes them on the device.
 """
 
 from __future__ import annotations
@@ -340,6 +340,16 @@ def choose(q, indices, topk_length, extra_indices, extra_topk_length, config, im
     check_config(impl, config)
     config.check(problem)
     return b, s_q, h_q, topk, extra_topk, where, impl, config, config.num_parts(problem, s_q, where.num_sms)
+
+
+def settle(config: Any, problem: Problem, b: int, s_q: int, topk: int, extra_topk: int, where: Target) -> tuple[Any, int]:
+    """(the Config whose kernel runs such a call, CTAs of a cluster for each request; 0: none, the kernel takes a plan).
+
+    An implementation's Config may leave that to the load, by a method of this name.
+    """
+    if not hasattr(config, "settle"):
+        return config, 0
+    return config.settle(problem, b, s_q, topk, extra_topk, where.num_sms, where.max_clusters)
 
 
 def _plan_by_kernel(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ class Target(NamedTuple):
     empty: Callable
     # (blocks of keys, all heads and query tokens counted) -> None, or ValueError when that would take far too long
     admit: Callable = lambda blocks: None
+    # CTAs of a cluster, each with an SM to itself -> how many such clusters run at the same time
+    max_clusters: Callable[[int], int] = lambda size: 0
 
 
 def target(device: torch.device, backend: str | None = None) -> Target:
@@ -49,7 +52,9 @@ def target(device: torch.device, backend: str | None = None) -> Target:
     from .emulator import run
 
     session = run.current()
-    return Target(session.arch, session.num_sms, run.load, run.empty, session.admit)
+    return Target(
+        session.arch, session.num_sms, run.load, run.empty, session.admit, lambda size: session.num_sms // size
+    )
 
 
 def is_traced(t: object) -> bool:
@@ -113,4 +118,58 @@ def device_target(device: torch.device) -> Target:
     if arch == "cpu":
         return Target(arch, CPU_NUM_SMS, jit.load, guards._empty_strided_cpu)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return Target(arch, num_sms, jit.load, guards._empty_strided_cuda)
+    max_clusters = functools.partial(_max_clusters, device)
+    return Target(arch, num_sms, jit.load, guards._empty_strided_cuda, max_clusters=max_clusters)
+
+
+def _max_clusters(device: torch.device, size: int) -> int:
+    return _clusters(device).get(size, 0)
+
+
+@functools.cache
+def _clusters(device: torch.device) -> dict[int, int]:
+    """{CTAs of a cluster: how many run at the same time} by the driver: SMs come in groups (GPCs) of different sizes, and a
+    cluster lies in one of them. All sizes at once, in the first call: none is asked for while a CUDA graph is captured.
+
+    Empty, with a warning, where the driver does not tell: then plans serve small batches too.
+    """
+
+    def checked(result: tuple):
+        if result[0] != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(result[0].name)
+        return result[1] if len(result) > 1 else None
+
+    try:
+        from cuda.bindings import driver  # loads libcuda
+
+        with torch.cuda.device(device):
+            module = checked(driver.cuModuleLoadData(_EMPTY_KERNEL))
+            try:
+                function = checked(driver.cuModuleGetFunction(module, b"empty"))
+                attributes = driver.CUfunction_attribute
+                shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+                for attribute, value in (
+                    (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared),
+                    (attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+                ):
+                    checked(driver.cuFuncSetAttribute(function, attribute, value))
+                return {size: checked(_ask(driver, function, size, shared)) for size in range(2, 17)}
+            finally:
+                checked(driver.cuModuleUnload(module))
+    except Exception as e:
+        warnings.warn(f"{device}: the driver does not say how many clusters fit ({e}): small batches are planned", stacklevel=2)
+        return {}
+
+
+def _ask(driver, function, size: int, shared: int) -> tuple:
+    cluster = driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = 1, 1, size
+    launch = driver.CUlaunchConfig()
+    launch.gridDimX, launch.gridDimY, launch.gridDimZ = 1, 1, size
+    launch.blockDimX, launch.blockDimY, launch.blockDimZ = 128, 1, 1
+    launch.sharedMemBytes, launch.attrs, launch.numAttrs = shared, [cluster], 1
+    return driver.cuOccupancyMaxActiveClusters(function, launch)
+
+
+_EMPTY_KERNEL = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry empty() { ret; }\0"

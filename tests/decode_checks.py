@@ -5,8 +5,9 @@ import math
 import torch
 
 import mla_cute
-from mla_cute import jit, reference
+from mla_cute import jit, reference, schedule
 from mla_cute.schedule import scratch_size
+from mla_cute.target import target
 from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_close, make_inputs
 
 # Of FlashMLA's own tests; with extra keys each of them for either cache.
@@ -61,7 +62,11 @@ def compile_kernels(cases, impl=None):
 
     module = mla_cute.select_impl("cuda", impl)
     arch = jit.arch_of("cuda")
-    jobs = [jit.Job(module, p, module.default_config(p), arch) for p in dict.fromkeys(case.problem for case in cases)]
+    where, jobs = target(torch.device("cuda")), {}
+    for case in cases:
+        how = case.problem, case.b, case.s_q, case.topk, case.extra_topk
+        config, _ = schedule.settle(module.default_config(case.problem), *how, where)
+        jobs[jit.Job(module, case.problem, config, arch)] = True
     plans = {
         schedule_kernel.PlanProblem(
             case.topk_length,
@@ -70,8 +75,7 @@ def compile_kernels(cases, impl=None):
         )
         for case in cases
     }
-    jobs += [jit.Job(schedule_kernel, plan, None, arch) for plan in plans]
-    jit.compile_ahead(jobs, progress=False)
+    jit.compile_ahead([*jobs, *(jit.Job(schedule_kernel, plan, None, arch) for plan in plans)], progress=False)
 
 
 def pieces(h_q, kv_format, sink=True):

@@ -11,7 +11,7 @@ from mla_cute import emulator, reference
 from mla_cute.emulator import report
 from mla_cute.kv_cache import E8M0_NAN, KVFormat, new_cache, planes
 
-CONFIG = sm90.Config(fixed_overhead_blocks=1)
+CONFIG = sm90.Config(fixed_overhead_blocks=1, clustered=False)
 PAGE = 16
 CONVERT_WARPS = range(8, 12)
 

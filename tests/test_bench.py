@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mla_cute
-from mla_cute import bench, reference
+from mla_cute import bench, reference, target
 from mla_cute.kv_cache import MODEL1, V32, dequantize_kv_cache
 from mla_cute.testing import Case, Inputs, make_inputs
 
@@ -357,12 +357,15 @@ def test_compile_ahead(monkeypatch, capsys):
     jobs = []
     monkeypatch.setattr(mla_cute, "select_impl", lambda device, impl: module)
     monkeypatch.setattr(jit, "arch_of", lambda device: "sm_90a")
+    of_device = target.Target("sm_90a", 132, None, None, max_clusters=lambda size: 120 // size)
+    monkeypatch.setattr(bench, "target", lambda device: of_device)
     monkeypatch.setattr(jit, "compile_ahead", lambda todo, progress: jobs.extend(todo))
     bench.compile_ahead(bench.QUICK, None, {"fixed_overhead_blocks": 2})
     problems = {job.problem for job in jobs if job.module is module}
     assert problems == {case.problem for case in bench.QUICK} and len(problems) == 6
     assert {job.config.fixed_overhead_blocks for job in jobs if job.module is module} == {2}
-    assert len([job for job in jobs if job.module is schedule_kernel]) == 2 and len(jobs) == 8
+    assert len([job for job in jobs if job.module is schedule_kernel]) == 2 and len(jobs) == 9
+    assert [job.config.clustered for job in jobs if job.module is module].count(True) == 1  # small batches' kernel
     monkeypatch.setattr(jit, "compile_ahead", lambda todo, progress: 1 // 0)
     bench.compile_ahead(bench.QUICK, None, {})
     assert "not compiled ahead: ZeroDivisionError" in capsys.readouterr().err

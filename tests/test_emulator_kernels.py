@@ -23,7 +23,8 @@ from mla_cute.validate import Problem
 
 pytestmark = pytest.mark.emulate
 SCHEDULES = 8
-CONFIG = sm90.Config(fixed_overhead_blocks=1)  # so that small requests are split
+CONFIG = sm90.Config(fixed_overhead_blocks=1, clustered=False)  # so that small requests are split
+CLUSTERS = sm90.Config(clustered=True)
 NAIVE = Path(__file__).parent.parent / "examples" / "naive_sparse_decode.py"
 
 # (case, SMs of the GPU that the plan is made for): 1 to 5 blocks of keys, split and whole requests, one or two tiles of heads.
@@ -42,15 +43,32 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case, num_sms", CASES, ids=str)
-def test_sparse_decode(case, num_sms):
+# And by clusters: (case, SMs of the GPU). The comment says CTAs of a cluster x blocks of a request.
+CLUSTERED = [
+    (Case(b=1, h_q=64, s_kv=400, topk=300, sink=True, holes=True), 16),  # 16 x 5
+    (Case(b=3, h_q=64, s_kv=400, topk=320, topk_length=True, sink=True, holes=True, seed=2), 9),  # 3 x 1 to 5
+    (Case(b=2, h_q=96, s_kv=200, topk=130, sink=True, duplicates=True, scales="random"), 30),  # 7 x 3, tiles of 64 and 32
+    (Case(b=2, h_q=5, s_q=2, s_kv=100, topk=70, zero_length=True, topk_length=True), 40),  # 10 x 1 to 2, 5 heads
+    (Case(b=1, h_q=5, s_kv=70, topk=65, all_invalid=True, sink=True), 2),  # 2 x 2
+    (Case(b=2, h_q=128, s_kv=90, topk=33, topk_length=True, kv_format="model1", extra_topk=129, extra_page_block_size=3,
+          extra_topk_length=True, holes=True, sink=True), 20),  # 5 x 1 to 4
+    (Case(b=2, h_q=64, s_kv=90, topk=70, kv_format="model1", page_block_size=61, outside=True), 3),  # 1 x 2
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case, num_sms, config",
+    [pytest.param(*c, CONFIG, id=f"{c[0]}-{c[1]}") for c in CASES]
+    + [pytest.param(*c, CLUSTERS, id=f"{c[0]}-{c[1]}-clusters") for c in CLUSTERED],
+)
+def test_sparse_decode(case, num_sms, config):
     x = make_inputs(case)
     expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
     first = None
     for n in range(SCHEDULES):
         with emulator.session(num_sms=num_sms, options=Options.schedule(n)) as s:  # strict: a finding raises
             result = mla_cute.sparse_decode(
-                x.q, x.kv_cache, x.indices, **x.kwargs(), config=CONFIG, backend="emulator"
+                x.q, x.kv_cache, x.indices, **x.kwargs(), config=config, backend="emulator"
             )
         assert s.findings == []
         for name, ours, ref, tolerance in zip(
@@ -96,7 +114,7 @@ def test_a_plan_older_than_the_lengths_ends(model1, lengths):
     old = torch.tensor([640, 640, 640], dtype=torch.int32)
     x.topk_length.copy_(torch.tensor(lengths))
     with emulator.session(num_sms=2):
-        config = sm90.Config(fixed_overhead_blocks=5)
+        config = sm90.Config(fixed_overhead_blocks=5, clustered=False)
         plan = mla_cute.plan_decode(x.q, x.indices, topk_length=old, backend="emulator", config=config)
         assert plan.metadata[1, 2] == 8  # where part 1 begins in request 1
         out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=plan, backend="emulator")

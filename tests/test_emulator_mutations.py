@@ -24,6 +24,7 @@ SHARES = 4
 # Whole requests between others in one part, so that slots are used again behind an epilogue; requests of one block behind one
 # another, so that two blocks in a row raise their maxima; one in two pieces, which the main kernel merges, and one in three.
 H_Q, LENGTHS, NUM_PARTS = 64, (64, 20, 40, 180, 630, 100), 4
+SCRATCH = scratch_size(NUM_PARTS, 1, H_Q)
 SYNCHRONISING = re.compile(
     r"fence\.proxy\.async|fence\.mbarrier|bar\.sync|bar\.arrive|barrier\.cta|mbarrier\.arrive|mbarrier\.try_wait"
     r"|wgmma\.(wait_group|fence|commit_group)|bulk\.(wait|commit)_group|griddepcontrol\.wait|ld\.acquire|atom\.acq_rel"
@@ -70,14 +71,14 @@ def case():
     return x, lengths, plan, expected
 
 
-def trouble(kernel, case, schedules) -> str | None:
+def trouble(kernel, case, schedules, scratch_values=SCRATCH, max_splits=NUM_PARTS) -> str | None:
     """What is first found or wrong."""
     x, lengths, (metadata, num_splits), (ref_out, ref_lse) = case
     for n in schedules:
         out = torch.full(ref_out.shape, float("nan"), dtype=torch.bfloat16)
         lse = torch.full(ref_lse.shape, float("nan"))
-        scratch = torch.full((scratch_size(NUM_PARTS, 1, H_Q),), float("nan"))
-        options = (x.attn_sink, float(x.softmax_scale), metadata, num_splits, scratch, out, lse, NUM_PARTS, 1 + n)
+        scratch = torch.full((scratch_values,), float("nan"))
+        options = (x.attn_sink, float(x.softmax_scale), metadata, num_splits, scratch, out, lse, max_splits, 1 + n)
         with session(options=Options.schedule(n), strict=False) as s:
             kernel(x.q, x.kv_cache, x.indices, lengths, None, None, None, *options)
         if s.findings:

@@ -631,3 +631,10 @@ def test_no_call_keeps_its_tensors_alive():
     del x, plan, out, lse, tensors
     gc.collect()
     assert [i for i, ref in enumerate(gone) if ref() is not None] == []
+
+
+def test_what_stands_for_a_plan_has_no_memory():
+    """It stays with the last call: of a CUDA graph's pool it would hold a part, which torch.compile's graphs refuse."""
+    stand_in = interface._no_plan(torch.device("cpu"))
+    assert [t.dtype for t in stand_in] == [torch.int32] * 2
+    assert all(t.untyped_storage().nbytes() == 0 for t in stand_in)

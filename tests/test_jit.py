@@ -638,14 +638,16 @@ def test_warmup_covers_what_calls_load(kv_format, monkeypatch):
     both = (False, True)
     flags = dict.fromkeys(("has_topk_length", "has_attn_sink", "has_extra", "has_extra_topk_length"), both)
     jit.warmup((5, 64, 128), op=jit.OPS, kv_format=kv_format, scales=("pow2", "amax"), arch=ARCH, **flags)
-    with emulator.session(num_sms=2):
+    for num_sms, topk in ((2, 3), (16, 70)):  # by a plan; by clusters
         for h_q, lengths, sink, extra, extra_lengths in itertools.product((5, 64, 128), both, both, both, both):
             if extra_lengths and not extra:
                 continue
             options = {"extra_topk": 3, "extra_topk_length": extra_lengths} if extra else {}
-            case = Case(b=2, h_q=h_q, s_kv=64, topk=3, kv_format=kv_format, topk_length=lengths, sink=sink, **options)
+            case = Case(b=2, h_q=h_q, s_kv=70, topk=topk, kv_format=kv_format, topk_length=lengths, sink=sink, **options)
             x = make_inputs(case)
-            mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, backend="emulator", **x.kwargs())
+            with emulator.session(num_sms=num_sms):
+                mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, backend="emulator", **x.kwargs())
+    with emulator.session():
         keys = torch.zeros(1, 2, 1, x.q.shape[3], dtype=torch.bfloat16)
         for scales in ("pow2", "amax")[: 1 if kv_format == "model1" else 2]:
             fmt = {"v32": mla_cute.V32, "model1": mla_cute.MODEL1}[kv_format]

@@ -13,7 +13,7 @@ import torch
 from decode_checks import CORNER_SIZES, SIZES, compile_kernels, decode_and_check, poison_free_memory
 
 import mla_cute
-from mla_cute import jit, reference
+from mla_cute import jit, reference, target
 from mla_cute.kv_cache import V32
 from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_bitwise, assert_close, make_inputs
 from mla_cute.validate import Problem
@@ -94,15 +94,19 @@ EXTRA = {"has_topk_length": True, "has_attn_sink": True, "has_extra": True, "has
         {"h_q": 96, "has_extra": True},
         {"h_q": 128, **MODEL1},
         {"h_q": 64, **MODEL1, **EXTRA},
+        {"h_q": 128, "clustered": True},
+        {"h_q": 16, "has_topk_length": True, "has_attn_sink": True, "clustered": True},
+        {"h_q": 128, **MODEL1, **EXTRA, "clustered": True},
     ],
     ids=lambda fields: "-".join(f"{k}{v}" for k, v in fields.items()),
 )
 def test_sm90_compiles_without_spills(sm90, fields):
-    problem = Problem(**fields)
-    config = sm90.default_config(problem)
+    clustered = fields.get("clustered", False)
+    problem = Problem(**{name: value for name, value in fields.items() if name != "clustered"})
+    config = dataclasses.replace(sm90.default_config(problem), clustered=clustered)
     seen = jit.inspect(sm90, problem, config, "sm_90a")
     main = [usage for name, usage in seen.resources.items() if name.startswith("mla_sparse_decode_sm90")]
-    assert len(main) == 1 and len(seen.resources) == 2  # and the combine
+    assert len(main) == 1 and len(seen.resources) == (1 if clustered else 2)  # and the combine
     for name, usage in seen.resources.items():
         assert (usage["STACK"], usage["LOCAL"]) == (0, 0), (name, usage)
     assert main[0]["REG"] == 168  # at entry: 65,536 over 384 threads
@@ -536,6 +540,145 @@ def test_context_survives_refusals(impl):
     decode_and_check(x, impl)
 
 
+# How many clusters of 2 to 16 CTAs an H200 runs at the same time, one that was asked: its SMs come in groups of 9 to 18.
+H200 = dict(zip(range(2, 17), (66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)))
+
+
+@pytest.mark.parametrize(
+    ("h_q", "b", "s_q", "topk", "extra_topk", "size"),
+    [  # each as was the faster one on an H200
+        (128, 1, 1, 2048, 0, 16),
+        (128, 4, 1, 2048, 0, 0),  # 9 CTAs for 32 blocks are 4 blocks each, a plan's parts 2
+        (128, 6, 1, 2048, 0, 8),
+        (128, 8, 1, 2048, 0, 0),
+        (128, 32, 1, 2048, 0, 2),
+        (128, 128, 1, 2048, 0, 0),
+        (64, 1, 1, 2048, 0, 16),
+        (64, 4, 1, 2048, 0, 16),
+        (64, 16, 1, 2048, 0, 0),
+        (64, 64, 1, 2048, 0, 2),
+        (64, 2, 2, 128, 512, 16),  # 10 blocks, but 16 CTAs share the merge
+        (128, 2, 2, 128, 1024, 9),
+        (64, 1, 1, 64, 0, 0),  # one block: nothing to share
+        (64, 1, 1, 1, 1, 16),
+        (1, 133, 1, 2048, 0, 0),  # more requests than SMs
+        (64, 0, 1, 2048, 0, 0),
+    ],
+)
+def test_what_the_load_decides(sm90, h_q, b, s_q, topk, extra_topk, size):
+    problem, config = Problem(h_q=h_q), sm90.default_config(Problem(h_q=h_q))
+    load = problem, b, s_q, topk, extra_topk, 132, H200.__getitem__
+    settled = config.settle(*load)
+    assert settled == ((dataclasses.replace(config, clustered=True), size) if size else (config, 0))
+    assert settled[0] in config.kernels()
+    never = dataclasses.replace(config, clustered=False)
+    assert never.settle(*load) == (never, 0) and never.kernels() == [never]
+    always = dataclasses.replace(config, clustered=True)
+    assert always.settle(*load)[0] == always and always.settle(*load)[1] >= max(size, 1) and always.kernels() == [always]
+
+
+def test_settling_asks_only_where_the_answer_matters(sm90):
+    def never(size):
+        raise AssertionError(size)
+
+    problem = Problem(h_q=64)
+    assert sm90.Config(clustered=False).settle(problem, 1, 1, 2048, 0, 132, never) == (sm90.Config(clustered=False), 0)
+    assert sm90.Config().settle(problem, 0, 1, 2048, 0, 132, never) == (sm90.Config(), 0)
+    assert sm90.Config().settle(problem, 1, 1, 64, 0, 132, never) == (sm90.Config(), 0)
+    assert sm90.Config().settle(problem, 70000, 1, 2048, 0, 132, never) == (sm90.Config(), 0)
+    with pytest.raises(ValueError, match="clustered must be None or False for more than 65535 requests, got True and b 70000"):
+        sm90.Config(clustered=True).settle(problem, 70000, 1, 2048, 0, 132, never)
+
+
+def test_a_driver_that_does_not_tell(monkeypatch):
+    """Where the query fails, plans serve small batches, and a warning says so, once."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    target._clusters.cache_clear()
+    device = torch.device("cuda", 99)
+    with pytest.warns(UserWarning, match="cuda:99: the driver does not say how many clusters fit"):
+        assert target._max_clusters(device, 8) == 0
+    assert target._max_clusters(device, 16) == 0
+    target._clusters.cache_clear()
+
+
+@pytest.mark.gpu
+def test_clusters_that_fit():
+    """By the driver: no more CTAs than SMs, and larger clusters are fewer."""
+    num_sms, max_clusters = _sms()
+    counts = [max_clusters(size) for size in range(2, 17)]
+    assert counts == sorted(counts, reverse=True) and counts[0] > 0 and max_clusters(17) == 0
+    assert all(0 <= n * size <= num_sms for size, n in enumerate(counts, 2))
+
+
+@pytest.mark.parametrize("clustered", [0, 1, 16, "True"])
+def test_clustered_is_a_bool(sm90, clustered):
+    problem = Problem(h_q=64)
+    with pytest.raises(ValueError, match=f"config: clustered must be None, True or False, got {clustered!r}"):
+        dataclasses.replace(sm90.default_config(problem), clustered=clustered).check(problem)
+
+
+SMALL = [case for case in BEYOND + FORMATS if case.b <= 9 and case.topk < 10000][::3]
+
+
+@pytest.fixture(scope="module")
+def either_way():
+    module = jit.arch_module("sparse_decode", "sm_90a")
+    jobs = [
+        jit.Job(module, case.problem, dataclasses.replace(module.default_config(case.problem), clustered=clustered), "sm_90a")
+        for case in SMALL
+        for clustered in (True, False)
+    ]
+    jit.compile_ahead(list(dict.fromkeys(jobs)), progress=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("either_way")
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_small_batches_either_way(sm90, case):
+    """By clusters and by a plan, whatever the load would decide."""
+    x = make_inputs(case, "cuda")
+    results = [
+        decode_and_check(x, config=dataclasses.replace(sm90.default_config(case.problem), clustered=clustered))
+        for clustered in (True, False)
+    ]
+    for ours, other in zip(*results):
+        assert_close(ours, other, **(SPARSE_DECODE_OUT if ours.dim() == 4 else SPARSE_DECODE_LSE), name="either way")
+
+
+@pytest.mark.gpu
+def test_clusters_give_the_same_bits_and_read_no_plan(sm90):
+    """Also launched one behind the other, where a call begins before the one ahead of it has ended; and with a wrong plan."""
+    x = make_inputs(Case(b=2, h_q=128, s_q=2, s_kv=3000, topk=1500, topk_length=True, sink=True), "cuda")
+    config = sm90.default_config(Problem(h_q=128))
+    assert config.settle(Problem(h_q=128), 2, 2, 1500, 0, *_sms())[1] > 1
+    first = decode_and_check(x)
+    wrong = mla_cute.plan_decode(x.q, x.indices, topk_length=torch.ones_like(x.topk_length))
+    runs = [mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=wrong) for _ in range(50)]
+    for out, lse in runs:
+        assert_bitwise(out, first[0], name="out")
+        assert_bitwise(lse, first[1], name="lse")
+
+
+@pytest.mark.gpu
+def test_clusters_wait_for_what_is_ahead_of_them(sm90):
+    """q is written by the kernel that is launched just ahead: a cluster that did not wait would read the old one."""
+    x, y = (make_inputs(Case(b=1, h_q=64, s_kv=3000, topk=2048, sink=True, seed=seed), "cuda") for seed in (0, 1))
+    q = torch.empty_like(x.q)
+    expected = [mla_cute.sparse_decode(t.q, x.kv_cache, x.indices, **x.kwargs()) for t in (x, y)]
+    got = []
+    for i in range(40):
+        q.copy_((x, y)[i % 2].q)
+        got.append(mla_cute.sparse_decode(q, x.kv_cache, x.indices, **x.kwargs()))
+    for i, (out, lse) in enumerate(got):
+        assert_bitwise(out, expected[i % 2][0], name="out")
+        assert_bitwise(lse, expected[i % 2][1], name="lse")
+
+
+def _sms():
+    where = target.target(torch.device("cuda"))
+    return where.num_sms, where.max_clusters
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", [{"registers": (152, 200)}, {"fixed_overhead_blocks": 1}], ids=str)
 def test_other_configs_compute_the_same(sm90, change):
@@ -550,7 +693,9 @@ def test_other_configs_compute_the_same(sm90, change):
 
 
 MEMCHECK = """
-import torch, mla_cute
+import sys, torch, mla_cute
+import mla_cute.sm90.sparse_decode as sm90
+sm90.MAX_CLUSTER = int(sys.argv[1])  # 1: by a plan
 from mla_cute.testing import Case, make_inputs
 ragged = Case(b=3, h_q=40, s_q=2, s_kv=200, topk=133, topk_length=True, sink=True)
 split = Case(b=1, h_q=128, s_kv=600, topk=512)
@@ -563,13 +708,14 @@ print("ran")
 
 
 @pytest.mark.gpu
-def test_memcheck():
+@pytest.mark.parametrize("max_cluster", [1, 8, 16])
+def test_memcheck(max_cluster):
     """compute-sanitizer over one small unsplit-and-ragged and one split case: no error."""
     tool = os.environ.get("COMPUTE_SANITIZER", "/usr/local/cuda/bin/compute-sanitizer")
     if not os.path.exists(tool):
         pytest.skip(f"no compute-sanitizer at {tool} (set COMPUTE_SANITIZER)")
     done = subprocess.run(
-        [tool, "--tool", "memcheck", sys.executable, "-c", MEMCHECK],
+        [tool, "--tool", "memcheck", sys.executable, "-c", MEMCHECK, str(max_cluster)],
         check=False,
         capture_output=True,
         text=True,

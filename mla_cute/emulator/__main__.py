@@ -23,7 +23,8 @@ import torch
 
 from .. import jit, reference, schedule_kernel
 from ..interface import select_impl, sparse_decode
-from ..schedule import DecodePlan, overhead, plan_decode
+from ..schedule import DecodePlan, overhead, plan_decode, settle
+from ..target import target
 from ..testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, Inputs, assert_close, make_inputs
 from ..validate import Problem, check_sparse_decode
 from . import host, report, run
@@ -47,6 +48,7 @@ class Job:
     arch: str
     num_sms: int
     num_parts: int
+    cluster: int  # CTAs for each request; 0: by the plan
     force: bool
     planner: run.Emulated
     kernel: run.Emulated
@@ -134,6 +136,9 @@ def prepare(args) -> Job:
         raise ValueError(f"--h_q: must be 1 to 128, got {case.h_q}")
     config = _configured(module.default_config(problem), args.set)
     config.check(problem)
+    with run.session(arch=args.arch, num_sms=args.num_sms):
+        where = target(torch.device("cpu"), "emulator")
+    config, cluster = settle(config, problem, case.b, case.s_q, case.topk, case.extra_topk, where)
     num_parts = config.num_parts(problem, case.s_q, args.num_sms)
     seconds, blocks = estimate(case, problem, config, num_parts), _blocks(case, problem, config)
     runs = 1 if args.only is not None else args.schedules
@@ -164,7 +169,7 @@ def prepare(args) -> Job:
     charge = overhead(config, case.b, case.topk, case.extra_topk, num_parts)
     plan = reference.plan(keys, num_parts, tile_n=config.tile_n, fixed_overhead_blocks=charge)
     out, lse = reference.sparse_decode(inputs.q, inputs.kv_cache, inputs.indices, **inputs.kwargs())
-    fixed = (case, inputs, module, config, args.arch, args.num_sms, num_parts, args.force)
+    fixed = (case, inputs, module, config, args.arch, args.num_sms, num_parts, cluster, args.force)
     return Job(*fixed, planner, kernel, seconds, plan, out, lse)
 
 
@@ -303,9 +308,12 @@ def _main(argv: list[str] | None) -> int:
 
 def head(job: Job) -> str:
     problem = job.case.problem
+    how = "its plan and combine"
+    if job.cluster:
+        how = f"clusters of {report.some(job.cluster, 'CTA')}, beside a plan that they do not read"
     return "\n".join(
         [
-            f"sparse_decode for {job.arch}: {job.module.__name__}, with its plan and combine",
+            f"sparse_decode for {job.arch}: {job.module.__name__}, with {how}",
             f"case {job.case}: {report.some(_blocks(job.case, problem, job.config), 'block')} of keys, "
             f"a plan of {report.some(job.num_parts, 'part')} for {report.some(job.num_sms, 'SM')}",
             f"{job.config}",

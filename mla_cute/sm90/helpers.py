@@ -13,6 +13,24 @@ def bulk_copy_to_smem(dst: Int32, src: Int64, num_bytes: Int32, mbar: Int32) -> 
     )
 
 
+def bulk_copy_to_peer(dst: Int32, src: Int32, num_bytes: Int32, mbar: Int32, rank: Int32) -> None:
+    """One lane's bulk copy of shared memory to `dst` of the cluster's CTA `rank`; the bytes are counted on its `mbar`."""
+    inline_ptx(
+        "{ .reg .b32 d, m; mapa.shared::cluster.u32 d, {$r0}, {$r4}; mapa.shared::cluster.u32 m, {$r3}, {$r4}; "
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [d], [{$r1}], {$r2}, [m]; }",
+        read_only_args=[dst, src, num_bytes, mbar, rank],
+    )
+
+
+def store_to_peer(dst: Int32, words: cute.Tensor, mbar: Int32, rank: Int32) -> None:
+    """The same of registers [4]."""
+    inline_ptx(
+        "{ .reg .b32 d, m; mapa.shared::cluster.u32 d, {$r0}, {$r2}; mapa.shared::cluster.u32 m, {$r1}, {$r2}; "
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [d], {{$r3}, {$r4}, {$r5}, {$r6}}, [m]; }",
+        read_only_args=[dst, mbar, rank, words[0], words[1], words[2], words[3]],
+    )
+
+
 def e4m3_to_fp16(codes: cute.Tensor, scale: Uint32) -> cute.Tensor:
     """16 e4m3 codes (registers [4] x 32 bit) times a scale (the same fp16 twice) -> registers [8] of fp16 pairs, in order.
 

@@ -14,7 +14,7 @@ K once (as V) and Q once.
    -> [math 0] O[:, 256:] += P V, at once; [math 1] O[:, :256] += P V, during the next softmax -> out
 
 A CTA owns one partition of the plan (a run of key blocks, perhaps of several requests) for one query token and one tile of
-64 heads. One block (t: key, h: head):
+64 heads; or, of a small batch, its share of one request's blocks, in a cluster of CTAs (below). One block (t: key, h: head):
  1. K'[t] = codes * scale / 2^x(t) in fp16, exact up to one rounding (none for scales that are powers of two): x(t), a power
     of two for each key, keeps every value in fp16's range. Rope of V32, which is not of V, is bf16 / 2^x(t)         [convert]
  2. S[t, h] = K'[t] (Q[h] / 16), 36 steps of 16 dims, K' from registers; K' also to shared memory, as V              [convert]
@@ -26,6 +26,11 @@ After a request's last block, lse = m ln 2 + ln(l), and O / (l + sink) goes by w
 global memory, while convert goes on; the next request's Q is converted by whatever warp is free, mostly convert's. Of a request
 in two pieces, each math warpgroup merges its 256 columns in the CTA that ends last: the other one has left its piece in
 scratch. Only requests in three or more need the combine kernel.
+
+Small batches (`Config.clustered`, a kernel of its own): a cluster of up to 16 CTAs for each request, query token and tile of
+heads, and neither plan nor scratch nor combine. Each CTA leaves its piece of O, in fp16 over a power of two for each head,
+where Q was; heads are dealt out too, and each CTA sends each of the others its piece of their heads, by bulk copies into what
+was V, and merges its own. 64 KB a CTA at 19 bytes a cycle set the time of it, half of what scratch and combine take.
 
 Why it is built so, in SM cycles measured on an H200 (docs/tuning-sm90.md): the convert warps are the chain that sets the pace,
 about 3,800 a block; matrix units are busy 2,176 of them. fp16 takes 19 instructions a token where bf16 takes 43. Records are
@@ -45,7 +50,8 @@ delayed into the softmax, records in two parts.
 """
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -86,6 +92,7 @@ from .helpers import (
     add_shared,
     barrier_any,
     bf16_to_fp16,
+    bulk_copy_to_peer,
     bulk_copy_to_smem,
     e4m3_to_fp16,
     exchange_gpu,
@@ -99,6 +106,7 @@ from .helpers import (
     quad_transpose,
     store_matrices,
     store_relaxed_gpu,
+    store_to_peer,
 )
 
 INF = float("inf")
@@ -112,6 +120,10 @@ P_BITS = 15.0  # P stays below 2 ** 15: it is fp16, normal from 2 ** -14 on
 RAISED_BITS = 7.0  # of the largest P when m has just been raised
 MIN_EXPONENT = 67  # of a key, biased: scales below 2 ** -60 lose bits
 MERGE_ROUNDS = (1, 1, 2, 2, 2)  # of 8 groups of columns of the other piece: what registers allow
+MAX_CLUSTER = 16  # CTAs; more than 8 is up to the device
+MAX_PIECE_ROWS = 80  # that a CTA of a cluster receives: pieces times its share of 64 heads, at most 75
+COMBINE_BLOCKS = 2  # what a merge by combine takes longer than one in a cluster, in blocks
+MAX_GRID_Z = 65_535  # of a launch, in CTAs
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
 
 
@@ -122,6 +134,33 @@ class Config:
     tile_n: int = 64  # keys of a block; the plan counts in it
     fixed_overhead_blocks: int | None = None  # what the plan charges for beginning a request; None: `schedule.overhead`
     registers: tuple[int, int] = (160, 184)  # each math warpgroup, convert; the pool of 384 threads is 3 * 168
+    clustered: bool | None = None  # a cluster of CTAs for each request instead of a plan; None: by the load, see `settle`
+
+    def settle(
+        self, problem: Problem, b: int, s_q: int, topk: int, extra_topk: int, num_sms: int, max_clusters: Callable[[int], int]
+    ) -> tuple["Config", int]:
+        """(what to compile for such a call, CTAs of a cluster; 0: none, the kernel takes a plan).
+
+        A cluster serves a request, query token and tile of heads; all must run at once: `max_clusters` says how many of a size
+        can. Its CTAs merge `COMBINE_BLOCKS` blocks' time sooner than a plan's parts, but cannot share out all requests evenly.
+        """
+        tiles, blocks = b * s_q * problem.head_tiles, -(-topk // self.tile_n) + -(-extra_topk // self.tile_n)
+        if self.clustered is False or (self.clustered is None and (b == 0 or blocks == 1)):
+            return self, 0
+        size, longest = 1, blocks  # of the parts; of equally long ones more, as they share the merge
+        for more in range(2, min(MAX_CLUSTER, num_sms // max(tiles, 1)) + 1):
+            if -(-blocks // more) <= longest and max_clusters(more) >= tiles:
+                size, longest = more, -(-blocks // more)
+        clustered = self.clustered
+        if clustered is None:
+            clustered = size > 1 and longest < -(-tiles * blocks // num_sms) + COMBINE_BLOCKS
+        elif b * size > MAX_GRID_Z:
+            raise ValueError(f"config: clustered must be None or False for more than {MAX_GRID_Z} requests, got True and b {b}")
+        return (replace(self, clustered=True), size) if clustered else (self, 0)
+
+    def kernels(self) -> list["Config"]:
+        """All that `settle` may choose to compile."""
+        return [self, replace(self, clustered=True)] if self.clustered is None else [self]
 
     def num_parts(self, problem: Problem, s_q: int, num_sms: int) -> int:
         """Partitions of the plan: one CTA per SM over head tiles and query tokens, at least one."""
@@ -140,7 +179,7 @@ class Config:
         v = V_SLOTS * self.tile_n * HALF * 2
         p = self.tile_n * TILE_M * 2
         raw = self.tile_n * self.raw_pitch(fmt)
-        small = 3 * 4 * TILE_M * 4 + 3 * TILE_M * 4 + 76 + 8 * (6 + 8 + 8 + V_SLOTS + 3)
+        small = 3 * 4 * TILE_M * 4 + 3 * TILE_M * 4 + 76 + 8 * (6 + 8 + 8 + V_SLOTS + 4)
         return q + v + p + raw + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -155,6 +194,8 @@ class Config:
             check_int("config: fixed_overhead_blocks", self.fixed_overhead_blocks)
         if not isinstance(self.registers, tuple) or [type(r) for r in self.registers] != [int] * 2:
             raise ValueError(f"config: registers must be a tuple of 2 ints, got {self.registers!r}")
+        if not isinstance(self.clustered, (bool, type(None))):
+            raise ValueError(f"config: clustered must be None, True or False, got {self.clustered!r}")
         if self.tile_n != 64:
             raise ValueError(f"config: tile_n must be 64, got {self.tile_n}")
         if self.fixed_overhead_blocks is not None and self.fixed_overhead_blocks < 1:
@@ -179,7 +220,7 @@ class NamedBarriers(enum.IntEnum):
     """Hardware barriers (0 is sync_threads)."""
 
     CONVERT = 1  # the 128 threads of convert among themselves
-    MERGE = 2  # and 3: the 128 threads of a math warpgroup among themselves
+    MERGE = 2  # and 3: the 128 threads of a math warpgroup among themselves; in a cluster 2: all 256 of math
 
 
 class Params(NamedTuple):
@@ -215,6 +256,7 @@ class Shared(NamedTuple):
     v_empty: cute.Pointer  # [3] a half of V is read
     p_full: cute.Pointer  # [2] by math warpgroup: P, alpha and its half of V may be read
     p_empty: cute.Pointer  # P and alpha are read
+    pieces_full: cute.Pointer  # in a cluster: this CTA's share of every piece has arrived
     sQ: cute.Tensor  # [64, d_qk] bf16
     sQ_tiles: cute.Tensor  # the same by column tiles: [64, 64, d_qk / 64]
     sQ16: cute.Tensor  # the same bytes as fp16
@@ -264,6 +306,7 @@ class SparseDecode(PlanReader):
         self.h_q = problem.h_q
         self.head_tiles = problem.head_tiles
         self.tile_n = config.tile_n
+        self.clustered = config.clustered is True  # else by a plan
         self.fmt = FORMATS[problem.kv_format]
         self.num_tiles = self.fmt.d_qk // SW128_COLUMNS  # column tiles of Q and K, 9 or 8; the last is rope
         self.q_loads = (self.num_tiles + 1) // 2  # two tiles each
@@ -287,7 +330,7 @@ class SparseDecode(PlanReader):
         scratch: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
-        max_splits: Int32,
+        max_splits: Int32,  # or the CTAs of a cluster
         nonce: Int64,
         stream,
     ):
@@ -349,6 +392,7 @@ class SparseDecode(PlanReader):
             record: cute.struct.MemRange[Int32, 8]
             last_pieces: cute.struct.MemRange[Int32, 1]
             owes: cute.struct.MemRange[Int32, 2]
+            pieces_full: cute.struct.MemRange[Int64, 1]
 
         self.Smem = Smem
         # Scratch: the pieces' O, behind them their lse and the flags. One part alone splits nothing and needs none.
@@ -375,18 +419,26 @@ class SparseDecode(PlanReader):
             (TILE_M, SW128_COLUMNS),
         )
 
+        num_parts, cluster = metadata.shape[0], None
+        if const_expr(self.clustered):
+            num_parts, cluster = q.shape[0] * max_splits, [1, 1, max_splits]
         # Head tiles of one query token are neighbours in the grid, so that the second gather of a record hits L2.
         self.kernel(
             params, mma_qk, mma_rope, mma_pv, tma_q, tma_mQ, tma_out, tma_mO, layout_q, layout_q_tiles, layout_v, layout_o,
             layout_p,
         ).launch(
-            grid=[self.head_tiles, q.shape[1], metadata.shape[0]],
+            grid=[self.head_tiles, q.shape[1], num_parts],
+            cluster=cluster,
             block=[3 * WARPGROUP, 1, 1],
             smem=Smem.size_in_bytes(),
             min_blocks_per_mp=1,  # without it ptxas drops setmaxnreg
+            use_pdl=self.clustered,
             stream=stream,
         )
-        Combine(self.problem).launch(metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse, max_splits, stream)
+        if const_expr(not self.clustered):
+            Combine(self.problem).launch(
+                metadata, num_splits, o_partial, lse_partial, attn_sink, out, lse, max_splits, stream
+            )
 
     @cute.kernel
     def kernel(
@@ -415,7 +467,7 @@ class SparseDecode(PlanReader):
         shared = Shared(
             storage.q_full.data_ptr(), storage.q_ready.data_ptr(), storage.q_taken.data_ptr(), storage.raw_full.data_ptr(),
             storage.raw_empty.data_ptr(), storage.v_empty.data_ptr(), storage.p_full.data_ptr(), storage.p_empty.data_ptr(),
-            storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            storage.pieces_full.data_ptr(), storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner),
             storage.sQ.get_tensor(layout_q_tiles.outer, swizzle=layout_q_tiles.inner),
             storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=Float16),
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0, 2])),
@@ -440,8 +492,17 @@ class SparseDecode(PlanReader):
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(shared.p_full + i, 4)  # the convert warps
                 cute.arch.mbarrier_init(shared.p_empty, 8)  # the math warps
-        if tid < 8:
-            cute.make_tensor(shared.record, 8)[tid] = params.metadata[part_idx, tid]
+                if const_expr(self.clustered):
+                    cute.arch.mbarrier_init(shared.pieces_full, 1)  # the arrive.expect_tx of math
+        if const_expr(self.clustered):
+            # A small batch's kernel is short: it is set up while the one ahead of it still runs, and lets the next one.
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
+            if tid == 0:
+                self.deal(params, shared)
+        else:
+            if tid < 8:
+                cute.make_tensor(shared.record, 8)[tid] = params.metadata[part_idx, tid]
         if tid < 2:
             cute.make_tensor(shared.owes, 2)[tid] = Int32(0)
             cute.make_tensor(shared.q_taken, 2)[tid] = Int32(0)
@@ -454,13 +515,32 @@ class SparseDecode(PlanReader):
         cute.arch.sync_threads()
 
         # When every CTA has come here, combine's are set up wherever there is room; they read behind the whole grid's end.
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(not self.clustered):
+            cute.arch.griddepcontrol_launch_dependents()
         if wg < 2:
             set_registers(self.config.registers[0])
             self.math(params, s_idx, head_tile, tid % WARPGROUP, wg, mma_pv, tma_out, tma_mO, shared)
         else:
             set_registers(self.config.registers[1])
             self.convert(params, s_idx, head_tile, tid % WARPGROUP, mma_qk, mma_rope, tma_q, tma_mQ, shared)
+            if const_expr(self.clustered):
+                cute.arch.cluster_arrive()  # see `merge_in_cluster`
+                cute.arch.cluster_wait()
+                cute.arch.mbarrier_wait(shared.pieces_full, 0)
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()  # for math too: a CTA ends with its last warp
+
+    @cute.jit
+    def deal(self, params: Params, shared: Shared):
+        """The record of a CTA of a cluster: its share of the request's blocks, none for the last ones of short requests."""
+        _, _, req = cute.arch.cluster_idx()
+        blocks, size = Uint32(self.lengths_of(params, req)[3]), Uint32(cute.arch.cluster_size())
+        each = (blocks + size - 1) // size
+        first = each * Uint32(cute.arch.block_idx_in_cluster())
+        record = cute.make_tensor(shared.record, 8)
+        record[0], record[1] = req, cutlass.select_(first < blocks, req, req - 1)
+        record[2], record[3] = Int32(first), Int32(cutlass.min(first + each, blocks))
+        record[4] = Int32((blocks + each - 1) // each)  # pieces
 
     @cute.jit
     def next_block(self, params: Params, part: Part, ahead: Block) -> Block:
@@ -530,13 +610,16 @@ class SparseDecode(PlanReader):
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 if i + 1 == last_block:
-                    factor_0, factor_1 = self.finish(params, shared, part, r, s_idx, head_tile, half, t)
-                    self.release(shared.p_empty)  # behind it convert may write the next request's sums
-                    for j in cutlass.range_constexpr(cute.size(accO)):
-                        accO[j] = accO[j] * (factor_0, factor_1)[j // 2 % 2]
-                    if r < part.end_req:
-                        self.hand_in(params, shared, part, r, s_idx, head_tile, t, half, accO, tma_out, tma_mO, slot)
-                    self.release(shared.v_empty + slot)
+                    if const_expr(self.clustered):
+                        self.release(shared.p_empty)  # convert tells the cluster that V is free
+                    else:
+                        factor_0, factor_1 = self.finish(params, shared, part, r, s_idx, head_tile, half, t)
+                        self.release(shared.p_empty)  # behind it convert may write the next request's sums
+                        for j in cutlass.range_constexpr(cute.size(accO)):
+                            accO[j] = accO[j] * (factor_0, factor_1)[j // 2 % 2]
+                        if r < part.end_req:
+                            self.hand_in(params, shared, part, r, s_idx, head_tile, t, half, accO, tma_out, tma_mO, slot)
+                        self.release(shared.v_empty + slot)
                 else:
                     self.release(shared.v_empty + slot)
                     self.release(shared.p_empty)
@@ -546,9 +629,12 @@ class SparseDecode(PlanReader):
                 n += 1
                 slot += 2
                 slot = cutlass.select_(slot >= V_SLOTS, slot - V_SLOTS, slot)
-        if part.begin_req <= part.end_req:
-            slot = cutlass.select_(slot == V_SLOTS - 1, Int32(0), slot + 1)  # that of the last block
-            self.hand_in_last(params, shared, part, s_idx, head_tile, t, half, accO, tma_out, tma_mO, slot)
+        if const_expr(self.clustered):
+            self.merge_in_cluster(params, shared, part, s_idx, head_tile, t, half, accO)
+        else:
+            if part.begin_req <= part.end_req:
+                slot = cutlass.select_(slot == V_SLOTS - 1, Int32(0), slot + 1)  # that of the last block
+                self.hand_in_last(params, shared, part, s_idx, head_tile, t, half, accO, tma_out, tma_mO, slot)
 
     @cute.jit
     def load_index(self, params: Params, part: Part, s_idx: Int32, ahead: Block, w: Int32, lane: Int32):
@@ -691,7 +777,8 @@ class SparseDecode(PlanReader):
         last_pieces = Int32(0)
         if part.begin_req <= part.end_req:
             self.load_q(part.begin_req, s_idx, head_tile, w, tma_q, tma_mQ, shared)
-            last_pieces = params.num_splits[part.end_req + 1] - params.num_splits[part.end_req]
+            if const_expr(not self.clustered):
+                last_pieces = params.num_splits[part.end_req + 1] - params.num_splits[part.end_req]
         zero = Uint32(params.metadata.shape[0]) >> 31  # which the compiler does not know
         n, v_slot, v_phase = Int32(0), Int32(0), Int32(1)
         for req in cutlass.range(part.begin_req, part.end_req + 1, unroll=1):
@@ -706,8 +793,9 @@ class SparseDecode(PlanReader):
                 loaded = self.load_ahead(shared, ahead, w, lane)
                 self.cover_rope(ahead)
                 self.release_raw(shared.raw_empty + w, lane, loaded, zero)
-                if t == 0:  # has arrived meanwhile; p_full makes it visible to math
-                    cute.make_tensor(shared.last_pieces, 1)[0] = last_pieces
+                if const_expr(not self.clustered):  # noqa: SIM102  one is decided at compile time
+                    if t == 0:  # has arrived meanwhile; p_full makes it visible to math
+                        cute.make_tensor(shared.last_pieces, 1)[0] = last_pieces
             row_sum.fill(0.0)
             for block in cutlass.range(first_block, last_block, unroll=1):
                 if (block + 1 == last_block) & (req < part.end_req):
@@ -771,6 +859,8 @@ class SparseDecode(PlanReader):
                 if block + 1 == last_block:
                     self.release(shared.p_full + 1)
                 n += 1
+        if const_expr(self.clustered):
+            cute.arch.mbarrier_wait(shared.p_empty, (n & 1) ^ 1)  # math is done with V
 
     # ---- steps of convert ----
 
@@ -1168,7 +1258,9 @@ class SparseDecode(PlanReader):
         Nothing attended: factor 0, lse +inf (a piece: -inf). The sink counts once: here for a whole request, in the merge
         for a split one.
         """
-        is_split, slot = self.split_of(part, req)
+        is_split, slot = Boolean(True), Int32(0)
+        if const_expr(not self.clustered):
+            is_split, slot = self.split_of(part, req)
         factor = [Float32(0), Float32(0)]
         for r in cutlass.range_constexpr(2):
             row = fragment_row(t) + 8 * r
@@ -1185,12 +1277,152 @@ class SparseDecode(PlanReader):
                 denominator += cutlass.select_(is_split, Float32(0), sink)
             is_empty = total == 0.0
             factor[r] = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
-            if (head < self.h_q) & (t % 4 == 0):
+            if const_expr(self.clustered):
+                to = smem_tensor(Int32(shared.exchange.toint()) + row * 16 + 8, Float32, 1)
+                if (half == 0) & (t % 4 == 0):
+                    to[0] = cutlass.select_(is_empty, Float32(-INF), lse_log2)
+            elif (head < self.h_q) & (t % 4 == 0):
                 if is_split:  # by both warpgroups: each one's flag stands for its copy
                     params.lse_partial[Int64(slot), s_idx, head, half] = cutlass.select_(is_empty, Float32(-INF), lse_log2)
                 elif half == 0:
                     params.lse[Int64(req), s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse_log2 * LN_2)
         return factor[0], factor[1]
+
+    # In a cluster the heads are dealt out too: every CTA sends each of the others its piece of their heads, and merges its own.
+
+    @cute.jit
+    def merge_in_cluster(
+        self, params: Params, shared: Shared, part: Part, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
+        accO: cute.Tensor,
+    ):  # fmt: skip
+        """out and lse of this CTA's share of the heads, from the pieces of all.
+
+        Pieces arrive where V was: not before every CTA of the cluster is done with its V (the first cluster barrier). None may
+        end before what it has sent has arrived (the second one). A release costs a thousand cycles, so convert's warps, which
+        have time, make it for math too: p_empty and pieces_full tell them when.
+        """
+        size, rank = Uint32(cute.arch.cluster_size()), Uint32(cute.arch.block_idx_in_cluster())
+        heads = Uint32(cutlass.min(self.h_q - head_tile * TILE_M, Int32(TILE_M)))
+        rows = (heads + size - 1) // size  # of a CTA; fewer of the last one
+        pieces = Uint32(cute.arch.make_warp_uniform(part.record[4]))
+        arrived = Int32(shared.sV.iterator.toint())  # [pieces, rows] of 512 fp16
+        arrived_beside = arrived + MAX_PIECE_ROWS * 1024  # [pieces, rows] of 16 bytes
+        cute.arch.cluster_arrive_relaxed()
+        piece, beside = Int32(shared.sQ.iterator.toint()), Int32(shared.exchange.toint())
+        if part.begin_req <= part.end_req:
+            self.leave_piece(params, shared, part, s_idx, head_tile, t, half, accO, piece, beside)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=NamedBarriers.MERGE, number_of_threads=2 * WARPGROUP)
+        cute.arch.cluster_wait()
+        full = Int32(shared.pieces_full.toint())
+        tid = t + half * WARPGROUP
+        mine = cutlass.min(heads - cutlass.min(rank * rows, heads), rows)
+        if tid == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.pieces_full, Int32(pieces * mine * (1024 + 16)))
+        if part.begin_req <= part.end_req:
+            peer = Uint32(tid) + rank + 1  # each begins with another one
+            peer = cutlass.select_(peer >= size, peer - size, peer)
+            if (tid < size) & (peer * rows < heads):
+                count = cutlass.min(heads - peer * rows, rows)
+                to = arrived + Int32(rank * rows * 1024)
+                bulk_copy_to_peer(to, piece + Int32(peer * rows * 1024), Int32(count * 1024), full, Int32(peer))
+            row = tid - WARPGROUP
+            if (row >= 0) & (row < heads):
+                to = arrived_beside + Int32((rank * rows + Uint32(row) % rows) * 16)
+                words = load_smem_16b(beside + row * 16)
+                store_to_peer(to, words, full, Int32(Uint32(row) // rows))
+        cute.arch.mbarrier_wait(shared.pieces_full, 0)
+        cute.arch.cluster_arrive_relaxed()
+        self.merge_pieces(
+            params, shared, s_idx, head_tile, tid, Int32(rank * rows), Int32(mine), Int32(rows), Int32(pieces), arrived,
+            arrived_beside,
+        )
+
+    @cute.jit
+    def leave_piece(
+        self, params: Params, shared: Shared, part: Part, s_idx: Int32, head_tile: Int32, t: Int32, half: Int32,
+        accO: cute.Tensor, piece: Int32, beside: Int32,
+    ):  # fmt: skip
+        """Half of O in fp16 over a power of two for each head to `piece`, [64, 512], where Q was: 16-byte chunk c of a row lies
+        at c ^ (row % 8). To `beside`, [64, 4] fp32, where convert had its maxima: factors of right and left half, lse."""
+        factors = self.finish(params, shared, part, part.end_req, s_idx, head_tile, half, t)
+        lane, inverse = t % 32, []
+        for r, exponent in enumerate(self.exponents_of(accO)):
+            inverse.append(((268 - exponent) << 23).bitcast(Float32))
+            if t % 4 == 0:
+                to = smem_tensor(beside + (fragment_row(t) + 8 * r) * 16 + half * 4, Float32, 1)
+                to[0] = factors[r] * ((exponent - 14) << 23).bitcast(Float32)
+        row = piece + (t // 32 * 16 + lane % 16) * 1024 + (1 - half) * (HALF * 2)
+        for jj in cutlass.range_constexpr(HALF // 16):
+            words = self.fp16_of(accO, jj, inverse)
+            chunk = (2 * (jj % 4) + lane // 16) ^ (lane & 7)
+            store_matrices(row + jj // 4 * 128 + chunk * 16, words)
+
+    def exponents_of(self, accO: cute.Tensor) -> list[Uint32]:
+        """[r] of the thread's rows: x, biased, so that O * 2 ** (141 - x) is below 2 ** 15. Both powers are normal numbers."""
+        largest = [Float32(0), Float32(0)]
+        for i in range(cute.size(accO)):
+            largest[i // 2 % 2] = max_abs(largest[i // 2 % 2], accO[i])
+        exponents = []
+        for x in largest:
+            for offset in (1, 2):
+                x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
+            exponents.append(cutlass.max(x.bitcast(Uint32) >> 23, Uint32(30)))
+        return exponents
+
+    def fp16_of(self, accO: cute.Tensor, i: int, inverse: list[Float32]) -> cute.Tensor:
+        """Elements 8 i ... 8 i + 7 of O's fragment, times `inverse` [r] of their rows, as fp16: registers [4]."""
+        values = cute.make_rmem_tensor(8, Float32)
+        for k in range(8):
+            values[k] = accO[8 * i + k] * inverse[k // 2 % 2]
+        fp16 = cute.make_rmem_tensor(8, Float16)
+        fp16.store(values.load().to(Float16))
+        return cute.recast_tensor(fp16, Uint32)
+
+    @cute.jit
+    def merge_pieces(
+        self, params: Params, shared: Shared, s_idx: Int32, head_tile: Int32, tid: Int32, first_row: Int32, mine: Int32,
+        rows: Int32, pieces: Int32, piece: Int32, beside: Int32,
+    ):  # fmt: skip
+        """Weighted sums of pieces [pieces, rows, 512], of which `mine` rows count: 64 threads a head, 8 columns each."""
+        lane, chunk = tid % 32, tid % 64
+        _, _, req = cute.arch.cluster_idx()
+        for i in cutlass.range(cute.arch.make_warp_uniform(tid // 64), mine, 4, unroll=1):
+            row = first_row + i
+            head = head_tile * TILE_M + row
+            # Lane p has the weight of piece p.
+            p = cutlass.min(lane, pieces - 1)
+            of_piece = load_smem_16b(beside + (p * rows + i) * 16, Float32)
+            factor = cutlass.select_(chunk < 32, of_piece[1], of_piece[0])
+            lse = cutlass.select_(lane < pieces, of_piece[2], Float32(-INF))
+            top = lse
+            for offset in (8, 4, 2, 1):
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
+            top = cute.arch.fmax(top, Float32(-1e30))  # finite: -inf - -inf is NaN
+            total = cute.math.exp2(lse - top, fastmath=True)
+            for offset in (8, 4, 2, 1):
+                total += cute.arch.shuffle_sync_bfly(total, offset=offset)
+            sink_log2 = None
+            if const_expr(params.attn_sink is not None):
+                sink_log2 = cute.make_tensor(shared.sink, TILE_M)[row]
+            merged_lse, exponent = normalise(top, total, sink_log2)
+            if chunk == 0:
+                params.lse[Int64(req), s_idx, head] = merged_lse * LN_2
+            weight = factor * cute.math.exp2(lse - exponent, fastmath=True)
+            sums = cute.make_rmem_tensor(8, Float32)
+            sums.fill(0.0)
+            address = piece + i * 1024 + (chunk ^ (row & 7)) * 16
+            for j in cutlass.range(pieces, unroll=4):
+                w = cute.arch.shuffle_sync(weight, j)
+                values = cute.make_rmem_tensor(8, Float32)
+                words = load_smem_16b(address + j * rows * 1024)
+                values.store(cute.recast_tensor(words, Float16).load().to(Float32))
+                for k in cutlass.range_constexpr(8):
+                    sums[k] = sums[k] + values[k] * w
+            bf16 = cute.make_rmem_tensor(8, BFloat16)
+            bf16.store(sums.load().to(BFloat16))
+            row_out = params.out[Int64(req), s_idx, head, None].iterator.toint() + chunk * 16
+            cute.autovec_copy(cute.recast_tensor(bf16, Uint32), global_tensor(row_out, Uint32, 4))
 
     # A request in two pieces is merged by the part that is the second to have its piece ready; nobody waits, so the two CTAs
     # need not run at the same time. The flag's exchange makes the piece and the lse of the whole warpgroup visible.
@@ -1286,27 +1518,15 @@ class SparseDecode(PlanReader):
         """The same for combine, of three pieces or more: in fp16, over a power of two for each head."""
         group = head_tile * (TILE_M // GROUP) + t // 32
         if group * GROUP < self.h_q:
-            largest = [Float32(0), Float32(0)]
-            for i in cutlass.range_constexpr(cute.size(accO)):
-                largest[i // 2 % 2] = max_abs(largest[i // 2 % 2], accO[i])
             piece = self.piece_of(params, slot, s_idx, group, half, t % 32)
             inverse = []
-            for r in (0, 1):
-                x = largest[r]
-                for offset in (1, 2):
-                    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
-                exponent = cutlass.max(x.bitcast(Uint32) >> 23, Uint32(30))  # biased; both powers of two are normal numbers
+            for r, exponent in enumerate(self.exponents_of(accO)):
                 inverse.append(((268 - exponent) << 23).bitcast(Float32))  # x * inverse is in 2 ** 14 ... 2 ** 15
                 if t % 4 == 0:
                     address = piece - t % 32 * 16 + (SCALES + (t % 32 // 4 + 8 * r) * 4)
                     global_tensor(address, Float32, 1)[0] = ((exponent - 14) << 23).bitcast(Float32)
             for i in cutlass.range_constexpr(HALF // 16):
-                values = cute.make_rmem_tensor(8, Float32)
-                for k in cutlass.range_constexpr(8):
-                    values[k] = accO[8 * i + k] * inverse[k // 2 % 2]
-                fp16 = cute.make_rmem_tensor(8, Float16)
-                fp16.store(values.load().to(Float16))
-                cute.autovec_copy(cute.recast_tensor(fp16, Uint32), global_tensor(piece + i * 512, Uint32, 4))
+                cute.autovec_copy(self.fp16_of(accO, i, inverse), global_tensor(piece + i * 512, Uint32, 4))
 
     @cute.jit
     def merge_weights(
@@ -1446,7 +1666,9 @@ def compile(problem: Problem, config: Config, arch: str):
     Returns a function of (q, kv_cache, indices, topk_length, extra_kv_cache, extra_indices, extra_topk_length, attn_sink,
     softmax_scale, metadata, num_splits, scratch, out, lse, max_splits, nonce): shapes as in `Params`, scratch fp32
     [schedule.scratch_size(num_parts, s_q, h_q)], uninitialised, out [b, s_q, h_q, 512] bf16. max_splits: the most pieces that
-    a request may be in, at most 2 saves the combine's launch; nonce: not 0, and another one in each call.
+    a request may be in, at most 2 saves the combine's launch; nonce: not 0, and another one in each call. With
+    config.clustered there is no combine, metadata, num_splits, scratch and nonce are not read, and max_splits are the CTAs of
+    a cluster.
     """
     config.check(problem)
     return jit.build(
