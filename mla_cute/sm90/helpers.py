@@ -1,7 +1,7 @@
 """Thread-level pieces of the SM90 kernels: shared memory by address, bulk copies, conversion, fragment arithmetic."""
 
 import cutlass
-from cutlass import Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
 
@@ -31,15 +31,37 @@ def store_to_peer(dst: Int32, words: cute.Tensor, mbar: Int32, rank: Int32) -> N
     )
 
 
+def load_global_16b_if(address: Int64, is_wanted: Boolean) -> cute.Tensor:
+    """16 bytes of global memory into registers [4], or zeros without a load."""
+    code = (
+        "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
+        "@p ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }"
+    )
+    words = cute.make_rmem_tensor(4, Uint32)
+    words[0], words[1], words[2], words[3] = inline_ptx(
+        code, write_only_types=[Uint32] * 4, read_only_args=[address, Uint32(is_wanted)]
+    )
+    return words
+
+
+def load_global_8b_if(address: Int64, is_wanted: Boolean) -> tuple[Uint32, Uint32]:
+    """The same of 8 bytes."""
+    code = (
+        "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; "
+        "@p ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}]; }"
+    )
+    return inline_ptx(code, write_only_types=[Uint32] * 2, read_only_args=[address, Uint32(is_wanted)])
+
+
 def e4m3_to_fp16(codes: cute.Tensor, scale: Uint32) -> cute.Tensor:
-    """16 e4m3 codes (registers [4] x 32 bit) times a scale (the same fp16 twice) -> registers [8] of fp16 pairs, in order.
+    """e4m3 codes (registers [n] of four) times a scale (the same fp16 twice) -> registers [2 n] of fp16 pairs, in order.
 
     A code is exact in fp16; the product is rounded once.
     """
-    fp16 = cute.make_rmem_tensor(16, Float16)
+    fp16 = cute.make_rmem_tensor(4 * cute.size(codes), Float16)
     fp16.store(cute.recast_tensor(codes, Float8E4M3FN).load().to(Float16))
     words = cute.recast_tensor(fp16, Uint32)
-    for i in range(8):
+    for i in range(cute.size(words)):
         words[i] = mul_fp16x2(words[i], scale)
     return words
 
@@ -117,9 +139,10 @@ def barrier_any(barrier_id: Int32, num_threads: int, predicate) -> Uint32:
     return inline_ptx(code, write_only_types=[Uint32], read_only_args=[Uint32(predicate), Int32(barrier_id)])
 
 
-def opaque(x: Int64) -> Int64:
-    """x, which the compiler takes for a value that only a register can give."""
-    return inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[x])
+def opaque(x):
+    """x, Int32 or Int64, which the compiler takes for a value that only a register can give."""
+    code = "mov.b64 {$w0}, {$r0};" if isinstance(x, Int64) else "mov.b32 {$w0}, {$r0};"
+    return inline_ptx(code, write_only_types=[type(x)], read_only_args=[x])
 
 
 def add_shared(address: Int32, value: Int32) -> Int32:
@@ -148,6 +171,3 @@ def add_product(x: Float32, y: Float32, weight: Float32) -> Float32:
     """x + y * weight, the product rounded: unlike a fused multiply-add symmetric in x = x' * weight' and y * weight."""
     code = "{ .reg .f32 p; mul.rn.f32 p, {$r1}, {$r2}; add.rn.f32 {$w0}, {$r0}, p; }"
     return inline_ptx(code, write_only_types=[Float32], read_only_args=[x, y, weight])
-
-
-

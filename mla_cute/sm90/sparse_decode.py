@@ -99,26 +99,21 @@ from .helpers import (
     fp16_pair,
     fragment_row,
     load_acquire_gpu,
-    mul_bf16x2,
-    mul_fp16x2,
-    nan_if_inf,
     opaque,
     quad_transpose,
     store_matrices,
     store_relaxed_gpu,
     store_to_peer,
 )
+from .keys import Q_SCALE, KeyConversion, over_keys
 
 INF = float("inf")
 TILE_M = 64  # heads of a CTA: the M of a WGMMA
 SW128_COLUMNS = 64  # bf16 columns of one 128-byte swizzle row: the width of a K or Q "tile"
 WARPGROUP = 128
 V_SLOTS = 3  # halves of V in shared memory: two of a block, and one ahead of math 1, whose product is a block late
-Q_SCALE = 16.0  # Q is divided by it to fit into fp16: values below 2 ** 20, in steps of 2 ** -20
-Q_SCALE_INVERSE = 0x3D803D80  # 1 / Q_SCALE, a pair of bf16
 P_BITS = 15.0  # P stays below 2 ** 15: it is fp16, normal from 2 ** -14 on
 RAISED_BITS = 7.0  # of the largest P when m has just been raised
-MIN_EXPONENT = 67  # of a key, biased: scales below 2 ** -60 lose bits
 MERGE_ROUNDS = (1, 1, 2, 2, 2)  # of 8 groups of columns of the other piece: what registers allow
 MAX_CLUSTER = 16  # CTAs; more than 8 is up to the device
 MAX_PIECE_ROWS = 80  # that a CTA of a cluster receives: pieces times its share of 64 heads, at most 75
@@ -297,7 +292,7 @@ class Ahead(NamedTuple):
     valid: cute.Tensor  # [1] the warp's mask of keys to attend
 
 
-class SparseDecode(PlanReader):
+class SparseDecode(KeyConversion, PlanReader):
     """The kernel and its host function, specialised for one (Problem, Config)."""
 
     def __init__(self, problem: Problem, config: Config):
@@ -851,7 +846,7 @@ class SparseDecode(PlanReader):
                 cute.copy(copy_p, copy_p.retile(rP), copy_p.partition_D(sPT))
                 if block + 1 == last_block:
                     sums = self.of_warp(Int32(shared.sums.toint()), w)
-                    self.store_pair(sums, lane, self.over_keys(row_sum, lane, lambda a, b: a + b))
+                    self.store_pair(sums, lane, over_keys([row_sum[i] for i in range(16)], lane, lambda a, b: a + b))
                     if w == 0:
                         self.store_pair(Int32(shared.last_top.toint()), lane, self.load_pair(top_warp, lane))
                 cute.arch.fence_proxy("async.shared", space="cta")  # V and P become visible to the products of math
@@ -972,13 +967,6 @@ class SparseDecode(PlanReader):
                 v_phase = cutlass.select_(wraps, v_phase ^ 1, v_phase)
         return v_slot, v_phase
 
-    def to_fragment(self, fragment: cute.Tensor, r: int, k) -> None:
-        """[8] pairs of columns of a lane's key r into its place among the registers of a column tile's four k-steps."""
-        words = cute.recast_tensor(fragment, Uint32)
-        for s in range(4):
-            for h in (0, 1):  # 4 columns of k-step s are 2 pc, 2 pc + 1 (h = 0) and 2 pc + 8, 2 pc + 9 of its 16
-                words[4 * s + 2 * h + r] = k[2 * s + h]
-
     def load_codes(self, record: Int32, tile: int, pc: Int32) -> list[cute.Tensor]:
         """A lane's part of column tile `tile` of a record: 16 codes, or of rope 8 values and the 8 that lie 32 further."""
         if tile * SW128_COLUMNS < self.fmt.d_nope:
@@ -1000,17 +988,9 @@ class SparseDecode(PlanReader):
         exponent = self.exponent_of(fields)
         words = cute.make_rmem_tensor(8, Uint32)
         for i, field in enumerate(fields):
-            bits = (field + 127 - cutlass.min(exponent, field + 127)) << 23
-            words[i] = fp16_pair(Uint32(cutlass.select_(field == 255, Uint32(0x7FC00000), bits)).bitcast(Float32))
+            words[i] = self.fp16_scale(field, exponent)
         words[7] = exponent
         return words
-
-    def exponent_of(self, fields: list) -> Uint32:
-        """The least exponent so that no value of V leaves fp16's range: 448 * scale / 2 ** (exponent - 127) < 7168."""
-        top = Uint32(MIN_EXPONENT)
-        for field in fields:
-            top = cutlass.max(top, field)
-        return top - 3
 
     def scales_of(self, raw: list[cute.Tensor]):
         """Scales of a key's quantisation tiles over 2 ** (exponent - 127), each as a pair of fp16; and that exponent."""
@@ -1029,28 +1009,6 @@ class SparseDecode(PlanReader):
             words = [half[i] for half in ahead.codes[self.v_tiles - 1][r] for i in range(4)]
             self.raise_exponent(ahead.exponents, ahead.scales, r, words)
 
-    @cute.jit
-    def raise_exponent(self, exponents: cute.Tensor, scales: cute.Tensor, r: cutlass.Constexpr, words: list):
-        """Raises key r's exponent until its rope / 2 ** (exponent - 127) stays below 2 ** 16, and lowers its scales: a bound
-        first, the maximum where it fails."""
-        every = Uint32(0)
-        for word in words:
-            every = every | word
-        bound = ((every | (every << 16)) >> 23) & 255  # an exponent at least as large as each of them
-        if cute.arch.vote_any_sync(bound > exponents[r] + 15):
-            largest = Uint32(0)
-            for word in words:
-                largest = cutlass.max(largest, cutlass.max(word & 0x7FFF0000, (word << 16) & 0x7FFF0000))
-            for offset in (1, 2):
-                largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
-            exponent = cutlass.max(exponents[r], (largest >> 23) - cutlass.min(largest >> 23, Uint32(15)))
-            by = exponent - exponents[r]
-            exponents[r] = exponent
-            for part in cutlass.range_constexpr(2):  # in two steps, of 2 ** -24 at least: fp16's least number
-                factor = fp16_pair(((127 - cutlass.min((by + part) // 2, Uint32(25))) << 23).bitcast(Float32))
-                for i in cutlass.range_constexpr(self.fmt.num_scales):
-                    scales[r, i] = mul_fp16x2(scales[r, i], factor)
-
     def to_fp16(self, codes: list[cute.Tensor], scales: cute.Tensor, r: int, exponent: Uint32, tile: int) -> cute.Tensor:
         """Registers [8] of fp16 pairs of key r, over 2 ** (exponent - 127), from what `load_codes` returns."""
         if len(codes) == 1:
@@ -1060,12 +1018,6 @@ class SparseDecode(PlanReader):
             words[i] = pair
         bf16_to_fp16(words, words)
         return words
-
-    def rope_to_bf16(self, codes: list[cute.Tensor], exponent: Uint32) -> list:
-        """[8] bf16 pairs of rope over 2 ** (exponent - 127), exactly. Rope that is no part of V stays so, with bf16's range."""
-        inverse = (254 - exponent) << 7
-        inverse = inverse | (inverse << 16)
-        return [mul_bf16x2(codes[i // 4][i % 4], inverse) for i in range(8)]
 
     @cute.jit
     def wait_if(self, barrier: cute.Pointer, phase: Int32, condition: Boolean):
@@ -1086,20 +1038,6 @@ class SparseDecode(PlanReader):
         if lane == 0:
             address = Int32(barrier.toint()) + Int32(last & zero)
             cute.arch.mbarrier_arrive(cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=8))
-
-    def over_keys(self, values: cute.Tensor, lane: Int32, op):
-        """[16] of heads 8 j + 2 pc + e, over this lane's keys -> [2] of heads 2 lane, 2 lane + 1, over the warp's 16 keys.
-
-        Lanes that differ in g hold other keys of the same heads: each step halves the heads and doubles the keys.
-        """
-        values = [values[i] for i in range(16)]
-        for offset in (16, 8, 4):
-            upper = (lane & offset) != 0
-            half = len(values) // 2
-            kept = [cutlass.select_(upper, values[i + half], values[i]) for i in range(half)]
-            sent = [cutlass.select_(upper, values[i], values[i + half]) for i in range(half)]
-            values = [op(k, cute.arch.shuffle_sync_bfly(s, offset=offset)) for k, s in zip(kept, sent)]
-        return values
 
     def maxima_of_all(self, buffer: Int32, lane: Int32):
         """[2] of heads 2 lane, 2 lane + 1: the largest of the four warps'."""
@@ -1136,7 +1074,7 @@ class SparseDecode(PlanReader):
         for i in cutlass.range_constexpr(16):
             j, e = i // 2, i % 2
             maxima[i] = cute.arch.fmax(accS[4 * j + e], accS[4 * j + 2 + e])
-        self.store_pair(self.of_warp(exchange, w), lane, self.over_keys(maxima, lane, cute.arch.fmax))
+        self.store_pair(self.of_warp(exchange, w), lane, over_keys([maxima[i] for i in range(16)], lane, cute.arch.fmax))
         cute.arch.barrier(barrier_id=NamedBarriers.CONVERT, number_of_threads=WARPGROUP)
         block_max = self.maxima_of_all(exchange, lane)
         old = self.load_pair(top_warp, lane)
@@ -1199,8 +1137,7 @@ class SparseDecode(PlanReader):
         of the 12 warps, which find nothing left. There are two, as a warp of math may come late: when convert needs the same
         one again, two requests on, all of math has asked it for the last time, or P would not have been free since.
 
-        Position 16 s + 8 h + 2 j + e gets column 16 j + 4 s + 2 h + e; of rope column 32 (s / 2) + 8 j + 4 (s % 2) + 2 h + e.
-        That is the order in which lane pc = j holds its 16 columns of K as k-steps s of the MMA.
+        The order of the columns is `query_words`'.
         """
         phase, units = k & 1, 2 * self.num_tiles
         taken, first = shared.q_taken + phase, k // 2 * (units + 3 * WARPGROUP // 32)
@@ -1217,17 +1154,10 @@ class SparseDecode(PlanReader):
                     chunks.append(load_smem_16b(address + ((c ^ swizzle) * 16)))
             for s in (0, 1, 2, 3):
                 for h in (0, 1):
-                    words = cute.make_rmem_tensor(4, Uint32)  # pairs of columns
-                    for j in (0, 1, 2, 3):
-                        words[j] = mul_bf16x2(chunks[4 * (s // 2) + j][2 * (s % 2) + h], Uint32(Q_SCALE_INVERSE))
-                    fp16 = cute.make_rmem_tensor(4, Uint32)
-                    bf16_to_fp16(words, fp16)
-                    for j in (0, 1, 2, 3):
-                        pair = nan_if_inf(fp16[j])  # so that what fp16 cannot hold is seen in the result
-                        if const_expr(self.num_tiles > self.v_tiles):
-                            pair = cutlass.select_(is_rope, words[j], pair)
-                        fp16[j] = pair
-                    store_smem_16b(address + (((2 * s + h) ^ swizzle) * 16), fp16)
+                    words = self.query_words(
+                        chunks[s // 2 * 4 : s // 2 * 4 + 4], 2 * (s % 2) + h, is_rope if self.num_tiles > self.v_tiles else None
+                    )
+                    store_smem_16b(address + (((2 * s + h) ^ swizzle) * 16), words)
             cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
             self.release(shared.q_ready)
             unit = self.take(taken, lane) - first
