@@ -52,7 +52,16 @@ from ..decode_kernel import (
 )
 from ..kv_cache import FORMATS, KVFormat
 from ..validate import Problem, check_int
-from .helpers import bf16_to_fp16, e4m3_to_fp16, fp16_pair, load_global_8b_if, load_global_16b_if, opaque, store_to_peer
+from .helpers import (
+    bf16_to_fp16,
+    divide,
+    e4m3_to_fp16,
+    fp16_pair,
+    load_global_8b_if,
+    load_global_16b_if,
+    opaque,
+    store_to_peer,
+)
 from .keys import Q_SCALE, KeyConversion, over_keys
 
 INF = float("inf")
@@ -124,7 +133,7 @@ class Config:
         v = STEP * D_V * 2
         p = STEP * heads * 2
         q_and_exchange = heads * fmt.d_qk * 2 + THREADS * heads
-        small = heads * (8 * 4 + 8 * 4 + 4 + 4 + 4) + STEP * 4 + MAX_CLUSTER * heads * 8 + 8 + 12
+        small = heads * (8 * 4 + 8 * 4 + 4 + 4 + 4) + STEP * 4 + MAX_CLUSTER * heads * 8 + 8 + 20
         return v + p + q_and_exchange + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -204,8 +213,8 @@ class Request(NamedTuple):
     lengths: Lengths
     first_block: Int32
     last_block: Int32  # behind the last; first_block: none
-    each: Int32  # blocks of a CTA, fewer of the last one
-    pieces: Int32  # CTAs of the cluster that have blocks: the first ones
+    blocks: Int32  # of the request
+    each: Int32  # of a CTA, fewer of the last one
     size: Uint32  # CTAs of the cluster
     rank: Uint32
 
@@ -223,7 +232,7 @@ class Shared(NamedTuple):
     """Pointers and tensors in shared memory."""
 
     pieces_full: cute.Pointer  # all that is sent to this CTA has arrived
-    lengths: cute.Pointer  # [3] int32
+    known: cute.Pointer  # [5] int32: lengths of the request; its pieces, in the first CTAs of the cluster; 0
     sQ: cute.Tensor  # [heads, d_qk] fp16
     sQ_rope: cute.Tensor  # the same as bf16, for V32's rope
     sV: cute.Tensor  # [512, 128]: columns first
@@ -305,7 +314,7 @@ class SmallDecode(KeyConversion, PlanReader):
             rope_exponents: cute.struct.Align[cute.struct.MemRange[Uint32, STEP], 16]
             arrived_beside: cute.struct.Align[cute.struct.MemRange[Float32, MAX_CLUSTER * self.heads * 2], 16]
             pieces_full: cute.struct.MemRange[Int64, 1]
-            lengths: cute.struct.MemRange[Int32, 3]
+            known: cute.struct.MemRange[Int32, 5]
 
         self.Smem = Smem
         params = Params(
@@ -341,7 +350,7 @@ class SmallDecode(KeyConversion, PlanReader):
         sPT = storage.sP.get_tensor(layout_p.outer, swizzle=layout_p.inner)  # [128 keys, heads]
         sQ = storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner)
         shared = Shared(
-            storage.pieces_full.data_ptr(), storage.lengths.data_ptr(), sQ,
+            storage.pieces_full.data_ptr(), storage.known.data_ptr(), sQ,
             storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=BFloat16),
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
@@ -358,19 +367,14 @@ class SmallDecode(KeyConversion, PlanReader):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         share = self.share(params)
+        # ---- load ----
+        steps = (share.last_block - share.first_block + 1) >> 1
+        records, index = self.make_records(), cute.make_rmem_tensor(2, Int32)  # index: of the lane's two keys, -1: none
+        self.load_indices(params, share, share.lengths, me, Int32(0), index)
         if const_expr(params.attn_sink is not None):
             sink = params.attn_sink[cutlass.min(share.head_tile * self.heads + tid % self.heads, self.h_q - 1)]
         if tid == 0:
-            for i in cutlass.range_constexpr(3):
-                cute.make_tensor(shared.lengths, 3)[i] = share.lengths[i]
-            units = (Uint32(D_V // UNIT) - share.rank + share.size - 1) // share.size
-            size = share.pieces * (Int32(units) * self.unit_bytes + self.heads * 8)
-            cute.arch.mbarrier_arrive_and_expect_tx(shared.pieces_full, size)
-
-        # ---- load ----
-        steps = (share.last_block - share.first_block + 1) // 2
-        records, index = self.make_records(), cute.make_rmem_tensor(2, Int32)  # index: of the lane's two keys, -1: none
-        self.load_indices(params, share, share.lengths, me, Int32(0), index)
+            self.begin(share, shared)
         if steps > 0:
             self.load_first(params, share, me, shared, index, records)
         self.load_indices(params, share, share.lengths, me, Int32(1), index)
@@ -402,7 +406,7 @@ class SmallDecode(KeyConversion, PlanReader):
             # ---- scores ----
             exponents = self.scores(me, shared, mma_qk, mma_rope, rQ, rQ_rope, accS, records)
             logits = self.exchange_halves(me, shared, accS)
-            in_smem = cute.make_tensor(shared.lengths, 3)  # registers are short
+            in_smem = cute.make_tensor(shared.known, 5)  # registers are short
             lengths = Lengths(in_smem[0], in_smem[1], in_smem[2])
             if step + 1 < steps:
                 self.load_records(params, share, lengths, me, step + 1, index, records)
@@ -452,7 +456,8 @@ class SmallDecode(KeyConversion, PlanReader):
             if step + 1 == steps:  # while the products run
                 cute.arch.cluster_arrive()  # done with Q and exchange
             warpgroup.wait_group(0)
-            cute.arch.sync_threads()  # V, P and alpha may be written again; the sums are there
+            if step + 1 < steps:
+                cute.arch.sync_threads()  # V, P and alpha may be written again
 
         # ---- merge ----
         if steps == 0:
@@ -463,8 +468,8 @@ class SmallDecode(KeyConversion, PlanReader):
         self.merge(params, share, me, shared)
 
     def thread(self, tid: Int32) -> Thread:
-        wg, t, lane = cute.arch.make_warp_uniform(tid // WARPGROUP), tid % WARPGROUP, tid % 32
-        return Thread(tid, t, wg, wg // 2, wg % 2, cute.arch.make_warp_uniform(t // 32), lane, lane // 4, lane % 4)
+        wg, t, lane = cute.arch.make_warp_uniform(tid >> 7), tid & 127, tid & 31  # `//` would allow for negative numbers
+        return Thread(tid, t, wg, wg >> 1, wg & 1, cute.arch.make_warp_uniform(t >> 5), lane, lane >> 2, lane & 3)
 
     @cute.jit
     def share(self, params: Params) -> Request:
@@ -474,12 +479,26 @@ class SmallDecode(KeyConversion, PlanReader):
         length, extra_length, num_main_blocks, num_blocks = self.lengths_of(params, req)
         blocks, size = Uint32(num_blocks), Uint32(cute.arch.cluster_size())
         rank = Uint32(cute.arch.block_idx_in_cluster())
-        each = (blocks + size - 1) // size
+        each = divide(blocks + size - 1, size)
         first = cutlass.min(each * rank, blocks)
         return Request(
             req, s_idx, head_tile, Lengths(Int32(length), Int32(extra_length), Int32(num_main_blocks)), Int32(first),
-            Int32(cutlass.min(first + each, blocks)), Int32(each), Int32((blocks + each - 1) // each), size, rank,
+            Int32(cutlass.min(first + each, blocks)), Int32(num_blocks), Int32(each), size, rank,
         )  # fmt: skip
+
+    def units(self, share: Request) -> Int32:
+        """Units of 16 columns that the CTA merges."""
+        return Int32(divide(Uint32(D_V // UNIT) - share.rank + share.size - 1, share.size))
+
+    @cute.jit
+    def begin(self, share: Request, shared: Shared):
+        """By one thread: what a request's CTAs know, for later; and what this one waits for at the end."""
+        pieces = Int32(divide(Uint32(share.blocks + share.each - 1), Uint32(share.each)))
+        known = cute.make_tensor(shared.known, 5)
+        for i, value in enumerate((*share.lengths, pieces, Int32(0))):
+            known[i] = value
+        size = pieces * (self.units(share) * self.unit_bytes + self.heads * 8)
+        cute.arch.mbarrier_arrive_and_expect_tx(shared.pieces_full, size)
 
     # ---- load ----
 
@@ -533,7 +552,7 @@ class SmallDecode(KeyConversion, PlanReader):
                 base, page_stride = extra.iterator.toint(), Int64(extra.stride[0])
         fmt = self.fmt
         for r in cutlass.range_constexpr(2):
-            page = Uint32(index[r]) // page_block_size
+            page = divide(Uint32(index[r]), page_block_size)
             offset = Uint32(index[r]) - page * page_block_size
             is_valid = (index[r] >= 0) & (page < num_blocks)
             records.valid[0] = Uint32(is_valid) if r == 0 else records.valid[0] | (Uint32(is_valid) << 1)
@@ -571,6 +590,12 @@ class SmallDecode(KeyConversion, PlanReader):
             for j in (0, 1, 2, 3):
                 c = cutlass.select_(is_rope, 4 * i + j, 2 * j + i)
                 chunks[n].append(load_global_16b_if(source + (tile * 128 + c * 16), is_wanted))
+        # Q is asked for before the indices are waited for: as they arrive, not in the order of the source, if nothing holds
+        # the compiler back.
+        cute.arch.sync_threads()
+        zero = cute.make_tensor(shared.known, 5)[4]
+        for r in cutlass.range_constexpr(2):
+            index[r] = index[r] + zero
         self.load_records(params, share, share.lengths, me, Int32(0), index, records)
         for n in cutlass.range_constexpr(rounds):
             unit = me.tid + THREADS * n
@@ -780,12 +805,12 @@ class SmallDecode(KeyConversion, PlanReader):
     @cute.jit
     def send(self, share: Request, me: Thread, shared: Shared, accO: list[cute.Tensor]):
         """O by units of 16 columns to the CTAs that merge them, unit u to CTA u % size; m and l to all."""
-        full = Int32(shared.pieces_full.toint())
+        full, pieces = Int32(shared.pieces_full.toint()), cute.make_tensor(shared.known, 5)[3]
         factor = ((127 - self.piece_exponent(share)) << 23).bitcast(Float32)
         for tile in cutlass.range_constexpr(2):
             unit = Uint32(4 * (2 * me.wg + tile) + me.w)
-            slot = unit // share.size
-            to = shared.arrived + (Int32(slot) * share.pieces + Int32(share.rank)) * self.unit_bytes + me.lane * 16
+            slot = divide(unit, share.size)
+            to = shared.arrived + (Int32(slot) * pieces + Int32(share.rank)) * self.unit_bytes + me.lane * 16
             for c in cutlass.range_constexpr(self.heads // 16):  # 16 heads: element e + 2 r + 4 j
                 values, fp16 = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, Float16)
                 for i in cutlass.range_constexpr(8):
@@ -815,22 +840,22 @@ class SmallDecode(KeyConversion, PlanReader):
         """
         cute.arch.mbarrier_wait(shared.pieces_full, 0)
         groups = self.heads // 8
-        units = (Uint32(D_V // UNIT) - share.rank + share.size - 1) // share.size
+        pieces = cute.make_tensor(shared.known, 5)[3]
         inverse = ((127 + self.piece_exponent(share)) << 23).bitcast(Float32)
-        for item in cutlass.range(4 * me.wg + me.w, Int32(units) * groups, THREADS // 32, unroll=1):
+        for item in cutlass.range(4 * me.wg + me.w, self.units(share) * groups, THREADS // 32, unroll=1):
             slot, j = item // groups, item % groups
             beside = shared.arrived_beside + (8 * j + 2 * me.pc) * 8
             top = cute.make_rmem_tensor(2, Float32)
             top.fill(-1e30)
-            for p in cutlass.range(share.pieces, unroll=4):
+            for p in cutlass.range(pieces, unroll=4):
                 of_piece = load_smem_16b(beside + p * (self.heads * 8), Float32)
                 for e in cutlass.range_constexpr(2):
                     top[e] = cute.arch.fmax(top[e], of_piece[2 * e])
             total, sums = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(4, Float32)
             total.fill(0.0)
             sums.fill(0.0)
-            piece = shared.arrived + slot * share.pieces * self.unit_bytes + j // 2 * 512 + me.lane * 16 + j % 2 * 8
-            for p in cutlass.range(share.pieces, unroll=4):
+            piece = shared.arrived + slot * pieces * self.unit_bytes + j // 2 * 512 + me.lane * 16 + j % 2 * 8
+            for p in cutlass.range(pieces, unroll=4):
                 of_piece = load_smem_16b(beside + p * (self.heads * 8), Float32)
                 words, values = cute.make_rmem_tensor(2, Uint32), cute.make_rmem_tensor(4, Float32)
                 cute.autovec_copy(smem_tensor(piece + p * self.unit_bytes, Uint32, 2), words)
