@@ -31,6 +31,15 @@ def store_to_peer(dst: Int32, words: cute.Tensor, mbar: Int32, rank: Int32) -> N
     )
 
 
+def store_word_to_peer(dst: Int32, word: Uint32, mbar: Int32, rank: Int32) -> None:
+    """The same of one register."""
+    inline_ptx(
+        "{ .reg .b32 d, m; mapa.shared::cluster.u32 d, {$r0}, {$r2}; mapa.shared::cluster.u32 m, {$r1}, {$r2}; "
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [d], {$r3}, [m]; }",
+        read_only_args=[dst, mbar, rank, word],
+    )
+
+
 def load_global_16b_if(address: Int64, is_wanted: Boolean) -> cute.Tensor:
     """16 bytes of global memory into registers [4], or zeros without a load."""
     code = (

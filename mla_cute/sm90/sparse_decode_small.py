@@ -20,7 +20,7 @@ The next step's records are asked for when this one's are in V. One step (t: key
  5. P = exp2(z - m') < 2^8 in fp16; l = l * alpha + sum over t of P / 2^x(t)
  6. O = alpha * O + P V: the exponents of P and V cancel
 At the end the columns are dealt out, 16 at a time: each CTA sends its piece of them to the CTA that merges them, straight from
-registers, in fp16 over a power of two (`PIECE_BITS`), and its m and l to all. A CTA waits for what is sent to it, so none
+registers, in fp16 over a power of two for each head, and its m and l to all. A CTA waits for what is sent to it, so none
 ends before; nothing is sent before all of the cluster are done with Q and the exchange, in whose place it arrives.
 
 Why: at batch 1 the kernel of large batches (sparse_decode.py) takes 14 us on an H200 for two blocks a CTA. Its one
@@ -47,6 +47,7 @@ from ..decode_kernel import (
     PlanReader,
     fake_arguments,
     load_smem_16b,
+    max_abs,
     smem_tensor,
     store_smem_16b,
 )
@@ -61,6 +62,7 @@ from .helpers import (
     load_global_16b_if,
     opaque,
     store_to_peer,
+    store_word_to_peer,
 )
 from .keys import Q_SCALE, KeyConversion, over_keys
 
@@ -71,9 +73,6 @@ TILE = 64  # keys of a block, the M of a WGMMA; columns of a tile of Q, K and V:
 STEP = 2 * TILE
 D_V = 512
 RAISED_BITS = 7.0  # of the largest P
-# O of a piece is sent in fp16 over a power of two that no sum reaches: P <= 2^7, V < 2^13 (MODEL1's rope: 2^16), and 64 keys a
-# block. No bits are lost below: the top key's P is 2^7, and V is 8 times a code or more where the scale is the key's largest.
-PIECE_BITS = {False: 12, True: 15}  # by "rope is part of V"; floor(log2(blocks)) comes on top
 UNIT = 16  # columns that are sent and merged at once: those of a warp in a product
 MAX_CLUSTER = 16  # CTAs; more than 8 is up to the device
 MAX_GRID_Z = 65_535  # of a launch, in CTAs
@@ -133,7 +132,7 @@ class Config:
         v = STEP * D_V * 2
         p = STEP * heads * 2
         q_and_exchange = heads * fmt.d_qk * 2 + THREADS * heads
-        small = heads * (8 * 4 + 8 * 4 + 4 + 4 + 4) + STEP * 4 + MAX_CLUSTER * heads * 8 + 8 + 20
+        small = heads * (8 * 4 + 8 * 4 + 4 + 4 + 4) + STEP * 4 + MAX_ARRIVING * heads * 4 + MAX_CLUSTER * heads * 8 + 8 + 20
         return v + p + q_and_exchange + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -239,6 +238,7 @@ class Shared(NamedTuple):
     sP: cute.Tensor  # [heads, 128 keys]
     exchange: Int32  # [4 warpgroups, heads / 16, 128 threads] of 4 fp32: S for the partner
     arrived: Int32  # in place of Q and exchange: [unit of this CTA, piece] of O, as its lanes hold it
+    powers: Int32  # [unit of this CTA, piece, heads] fp32: what its fp16 stand over
     arrived_beside: Int32  # [piece, heads, 2] fp32: m, l
     maxima: Int32  # [heads, 8 warps] fp32
     sums: Int32  # [heads, 8 warps] fp32: l
@@ -312,6 +312,7 @@ class SmallDecode(KeyConversion, PlanReader):
             alpha: cute.struct.Align[cute.struct.MemRange[Float32, self.heads], 16]
             sink: cute.struct.Align[cute.struct.MemRange[Float32, self.heads], 16]
             rope_exponents: cute.struct.Align[cute.struct.MemRange[Uint32, STEP], 16]
+            powers: cute.struct.Align[cute.struct.MemRange[Float32, MAX_ARRIVING * self.heads], 16]
             arrived_beside: cute.struct.Align[cute.struct.MemRange[Float32, MAX_CLUSTER * self.heads * 2], 16]
             pieces_full: cute.struct.MemRange[Int64, 1]
             known: cute.struct.MemRange[Int32, 5]
@@ -355,9 +356,9 @@ class SmallDecode(KeyConversion, PlanReader):
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
             *(Int32(x.toint()) for x in (
-                storage.exchange.data_ptr(), sQ.iterator, storage.arrived_beside.data_ptr(), storage.maxima.data_ptr(),
-                storage.sums.data_ptr(), storage.top.data_ptr(), storage.alpha.data_ptr(), storage.sink.data_ptr(),
-                storage.rope_exponents.data_ptr(),
+                storage.exchange.data_ptr(), sQ.iterator, storage.powers.data_ptr(), storage.arrived_beside.data_ptr(),
+                storage.maxima.data_ptr(), storage.sums.data_ptr(), storage.top.data_ptr(), storage.alpha.data_ptr(),
+                storage.sink.data_ptr(), storage.rope_exponents.data_ptr(),
             )),
         )  # fmt: skip
         if tid == 0:
@@ -377,6 +378,8 @@ class SmallDecode(KeyConversion, PlanReader):
             self.begin(share, shared)
         if steps > 0:
             self.load_first(params, share, me, shared, index, records)
+        else:
+            self.clear(records, index)
         self.load_indices(params, share, share.lengths, me, Int32(1), index)
         of_head = [smem_tensor(array + tid * 4, Float32, 1) for array in (shared.top, shared.sums, shared.sink)]
         if tid < self.heads:
@@ -428,7 +431,7 @@ class SmallDecode(KeyConversion, PlanReader):
                 self.store_of_head(me, shared.alpha, 4, alpha)
             sums = [Float32(0) for _ in range(2 * self.sent)]
             for i in cutlass.range_constexpr(2 * self.sent):
-                m = cute.arch.shuffle_sync(new, self.lane_of(me, i))
+                m = cute.arch.shuffle_sync(new, self.lane_of(me, i, 2 * self.sent))
                 for r in cutlass.range_constexpr(2):
                     k = i // 2 * 4 + 2 * r + i % 2
                     p = cute.math.exp2(logits[k] - m, fastmath=True)
@@ -497,7 +500,7 @@ class SmallDecode(KeyConversion, PlanReader):
         known = cute.make_tensor(shared.known, 5)
         for i, value in enumerate((*share.lengths, pieces, Int32(0))):
             known[i] = value
-        size = pieces * (self.units(share) * self.unit_bytes + self.heads * 8)
+        size = pieces * (self.units(share) * (self.unit_bytes + self.heads * 4) + self.heads * 8)
         cute.arch.mbarrier_arrive_and_expect_tx(shared.pieces_full, size)
 
     # ---- load ----
@@ -506,7 +509,7 @@ class SmallDecode(KeyConversion, PlanReader):
         return Records(
             [[cute.make_rmem_tensor(4, Uint32) for _ in range(4)] for _ in (0, 1)],
             [cute.make_rmem_tensor(4, Uint32) for _ in (0, 1)],
-            [cute.make_rmem_tensor(4, Uint32) for _ in (0, 1)],
+            [cute.make_rmem_tensor(2 if self.rope_is_v else 4, Uint32) for _ in (0, 1)],
             cute.make_rmem_tensor(1, Uint32),
         )
 
@@ -741,20 +744,24 @@ class SmallDecode(KeyConversion, PlanReader):
 
     # ---- softmax ----
 
-    # Of the 2 * sent values of a lane (heads 8 j + 2 pc + e at 2 j + e) `over_keys` leaves it one, by its upper bits.
+    # Of n values of a lane (n heads, 8 j + 2 pc + e at 2 j + e) `over_keys` leaves it one, by its upper bits.
 
-    def lane_of(self, me: Thread, i: int) -> Int32:
+    def lane_of(self, me: Thread, i: int, n: int) -> Int32:
         """The lane that has value i of this lane's heads."""
-        return i * (16 // self.sent) + me.pc
+        return i * (32 // n) + me.pc
 
-    def head_of(self, me: Thread) -> Int32:
-        """The head that the lane has, of the cluster's."""
-        i = me.lane // (16 // self.sent)
-        return me.ch * (self.heads // 2) + i // 2 * 8 + 2 * me.pc + i % 2
+    def head_of(self, me: Thread, n: int) -> Int32:
+        """The head that the lane has."""
+        i = me.lane // (32 // n)
+        return i // 2 * 8 + 2 * me.pc + i % 2
+
+    def half_head(self, me: Thread) -> Int32:
+        """The same where warpgroups have half of the heads each: of the cluster's."""
+        return me.ch * (self.heads // 2) + self.head_of(me, 2 * self.sent)
 
     @cute.jit
     def store_of_head(self, me: Thread, array: Int32, pitch: cutlass.Constexpr, value: Float32):
-        to = smem_tensor(array + self.head_of(me) * pitch, Float32, 1)
+        to = smem_tensor(array + self.half_head(me) * pitch, Float32, 1)
         if me.g % (4 // self.sent) == 0:  # the others have the same
             to[0] = value
 
@@ -765,11 +772,11 @@ class SmallDecode(KeyConversion, PlanReader):
         ]
         (of_warp,) = over_keys(maxima, me.lane, cute.arch.fmax)
         self.store_of_head(me, self.of_warp(me, shared.maxima), 32, of_warp)
-        old = smem_tensor(shared.top + self.head_of(me) * 4, Float32, 1)[0]
+        old = smem_tensor(shared.top + self.half_head(me) * 4, Float32, 1)[0]
         cute.arch.barrier(barrier_id=3 + me.ch, number_of_threads=2 * WARPGROUP)
         new = old
         for i in (0, 1):
-            four = load_smem_16b(shared.maxima + self.head_of(me) * 32 + 16 * i, Float32)
+            four = load_smem_16b(shared.maxima + self.half_head(me) * 32 + 16 * i, Float32)
             for k in range(4):
                 new = cute.arch.fmax(new, four[k] - RAISED_BITS)
         return old, new
@@ -777,7 +784,7 @@ class SmallDecode(KeyConversion, PlanReader):
     def add_sum(self, me: Thread, shared: Shared, value: Float32, alpha: Float32) -> None:
         """A step's part of l, over the warp's keys."""
         of_warp = self.of_warp(me, shared.sums)
-        old = smem_tensor(of_warp + self.head_of(me) * 32, Float32, 1)[0]
+        old = smem_tensor(of_warp + self.half_head(me) * 32, Float32, 1)[0]
         self.store_of_head(me, of_warp, 32, old * alpha + value)
 
     def of_warp(self, me: Thread, array: Int32) -> Int32:
@@ -798,26 +805,43 @@ class SmallDecode(KeyConversion, PlanReader):
 
     # ---- merge ----
 
-    def piece_exponent(self, share: Request) -> Uint32:
-        """Pieces are sent over 2 ** of it."""
-        return (Float32(share.each).bitcast(Uint32) >> 23) - 127 + PIECE_BITS[self.rope_is_v]
+    def powers(self, me: Thread, accO: list[cute.Tensor]) -> tuple[list[Float32], Uint32]:
+        """What makes the largest of a head's values, in the warp's 32 columns, 2 ** 14 to 2 ** 15: [2 j + e] for the lane's
+        heads; and the bits of what undoes it, of `head_of`'s."""
+        n, maxima = self.heads // 4, []
+        for i in range(n):
+            largest = Float32(0)
+            for tile in (0, 1):
+                for r in (0, 1):
+                    largest = max_abs(largest, accO[tile][i // 2 * 4 + 2 * r + i % 2])
+            maxima.append(largest)
+        (largest,) = over_keys(maxima, me.lane, cute.arch.fmax)
+        exponent = cutlass.max(largest.bitcast(Uint32) >> 23, Uint32(30))  # then both powers are normal numbers
+        factor = ((268 - exponent) << 23).bitcast(Float32)
+        return [cute.arch.shuffle_sync(factor, self.lane_of(me, i, n)) for i in range(n)], (exponent - 14) << 23
 
     @cute.jit
     def send(self, share: Request, me: Thread, shared: Shared, accO: list[cute.Tensor]):
-        """O by units of 16 columns to the CTAs that merge them, unit u to CTA u % size; m and l to all."""
+        """O by units of 16 columns to the CTAs that merge them, unit u to CTA u % size; m and l to all.
+
+        A warp has two units.
+        """
         full, pieces = Int32(shared.pieces_full.toint()), cute.make_tensor(shared.known, 5)[3]
-        factor = ((127 - self.piece_exponent(share)) << 23).bitcast(Float32)
+        factors, power = self.powers(me, accO)
         for tile in cutlass.range_constexpr(2):
             unit = Uint32(4 * (2 * me.wg + tile) + me.w)
             slot = divide(unit, share.size)
-            to = shared.arrived + (Int32(slot) * pieces + Int32(share.rank)) * self.unit_bytes + me.lane * 16
+            at, peer = Int32(slot) * pieces + Int32(share.rank), Int32(unit - slot * share.size)
             for c in cutlass.range_constexpr(self.heads // 16):  # 16 heads: element e + 2 r + 4 j
                 values, fp16 = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, Float16)
                 for i in cutlass.range_constexpr(8):
-                    values[i] = accO[tile][8 * c + i] * factor
+                    values[i] = accO[tile][8 * c + i] * factors[4 * c + i // 4 * 2 + i % 2]
                 fp16.store(values.load().to(Float16))
-                words = cute.recast_tensor(fp16, Uint32)
-                store_to_peer(to + c * 512, words, full, Int32(unit - slot * share.size))
+                to = shared.arrived + at * self.unit_bytes + me.lane * 16 + c * 512
+                store_to_peer(to, cute.recast_tensor(fp16, Uint32), full, peer)
+            to = shared.powers + (at * self.heads + self.head_of(me, self.heads // 4)) * 4
+            if me.g % (32 // self.heads) == 0:  # the others have the same
+                store_word_to_peer(to, power, full, peer)
         pair, peer = me.tid % (self.heads // 2), me.tid // (self.heads // 2)  # of heads
         if peer < Int32(share.size):
             beside = cute.make_rmem_tensor(4, Float32)  # m, l of two heads
@@ -841,7 +865,6 @@ class SmallDecode(KeyConversion, PlanReader):
         cute.arch.mbarrier_wait(shared.pieces_full, 0)
         groups = self.heads // 8
         pieces = cute.make_tensor(shared.known, 5)[3]
-        inverse = ((127 + self.piece_exponent(share)) << 23).bitcast(Float32)
         for item in cutlass.range(4 * me.wg + me.w, self.units(share) * groups, THREADS // 32, unroll=1):
             slot, j = item // groups, item % groups
             beside = shared.arrived_beside + (8 * j + 2 * me.pc) * 8
@@ -855,14 +878,18 @@ class SmallDecode(KeyConversion, PlanReader):
             total.fill(0.0)
             sums.fill(0.0)
             piece = shared.arrived + slot * pieces * self.unit_bytes + j // 2 * 512 + me.lane * 16 + j % 2 * 8
+            power = shared.powers + (slot * pieces * self.heads + 8 * j + 2 * me.pc) * 4
             for p in cutlass.range(pieces, unroll=4):
                 of_piece = load_smem_16b(beside + p * (self.heads * 8), Float32)
+                powers = cute.make_rmem_tensor(2, Float32)
+                cute.autovec_copy(smem_tensor(power + p * (self.heads * 4), Float32, 2), powers)
                 words, values = cute.make_rmem_tensor(2, Uint32), cute.make_rmem_tensor(4, Float32)
                 cute.autovec_copy(smem_tensor(piece + p * self.unit_bytes, Uint32, 2), words)
                 values.store(cute.recast_tensor(words, Float16).load().to(Float32))
                 for e in cutlass.range_constexpr(2):
                     weight = cute.math.exp2(of_piece[2 * e] - top[e], fastmath=True)
                     total[e] = total[e] + of_piece[2 * e + 1] * weight
+                    weight *= powers[e]
                     for r in cutlass.range_constexpr(2):
                         sums[2 * r + e] = sums[2 * r + e] + values[2 * r + e] * weight
             for e in cutlass.range_constexpr(2):
@@ -872,7 +899,7 @@ class SmallDecode(KeyConversion, PlanReader):
                 if const_expr(params.attn_sink is not None):
                     sink = smem_tensor(shared.sink + row * 4, Float32, 1)[0]
                     denominator += cute.math.exp2(sink - top[e], fastmath=True)
-                factor = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator) * inverse)
+                factor = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
                 if head < self.h_q:
                     out = params.out[Int64(share.req), share.s_idx, head, None]
                     column = (Int32(share.rank) + slot * Int32(share.size)) * UNIT + me.g
