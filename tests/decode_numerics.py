@@ -81,11 +81,17 @@ class Call:
     def kwargs(self) -> dict:
         return {"topk_length": self.lengths, "softmax_scale": self.scale}
 
-    def emulate(self, num_sms: int = 1, schedule: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-        """The kernel's out and lse, without a finding. num_sms = 1: one CTA has every request, in order."""
+    def emulate(self, num_sms: int = 1, schedule: int = 2, impl=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The kernel's out and lse, without a finding. num_sms = 1: one CTA has every request, in order.
+
+        impl: another implementation, of which `raises` are not counted.
+        """
+        how = {"config": CONFIG} if impl is None else {"impl": impl}
         with emulator.session(num_sms=num_sms, options=emulator.Options.schedule(schedule)) as s:
             args = self.q, self.tokens.cache(), self.indices
-            result = mla_cute.sparse_decode(*args, **self.kwargs(), config=CONFIG, backend="emulator")
+            result = mla_cute.sparse_decode(*args, **self.kwargs(), **how, backend="emulator")
+        if impl is not None:
+            return result
         (grid,) = [grid for grid in s.grids if grid.launch.kernel.startswith("mla_sparse_decode")]
         functions = [report.function_of(ins.source) for ins in grid.program.kernel.instructions]
         self.raises = [max(n for n, f in zip(grid.hits[w], functions) if f == "raise_maxima") for w in CONVERT_WARPS]

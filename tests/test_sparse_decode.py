@@ -695,22 +695,28 @@ def test_other_configs_compute_the_same(sm90, change):
 MEMCHECK = """
 import sys, torch, mla_cute
 import mla_cute.sm90.sparse_decode as sm90
+import mla_cute.sm90.sparse_decode_small as small
 sm90.MAX_CLUSTER = int(sys.argv[1])  # 1: by a plan
 from mla_cute.testing import Case, make_inputs
 ragged = Case(b=3, h_q=40, s_q=2, s_kv=200, topk=133, topk_length=True, sink=True)
 split = Case(b=1, h_q=128, s_kv=600, topk=512)
 for case in (ragged, split):
     x = make_inputs(case, "cuda")
-    mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
-    torch.cuda.synchronize()
+    for how in {}, {"impl": small, "config": small.Config(cluster=sm90.MAX_CLUSTER)}:
+        mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), **how)
+        torch.cuda.synchronize()
 print("ran")
 """
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("max_cluster", [1, 8, 16])
+@pytest.mark.parametrize("max_cluster", [1, 8])
 def test_memcheck(max_cluster):
-    """compute-sanitizer over one small unsplit-and-ragged and one split case: no error."""
+    """compute-sanitizer over one small unsplit-and-ragged and one split case: no error.
+
+    Not with clusters of 16, more than the portable 8: there the tool (2025.3) says of every access to CTA 8 and those behind it
+    that it is "not located in remote CTA", of the same address in CTAs 1 to 7 nothing.
+    """
     tool = os.environ.get("COMPUTE_SANITIZER", "/usr/local/cuda/bin/compute-sanitizer")
     if not os.path.exists(tool):
         pytest.skip(f"no compute-sanitizer at {tool} (set COMPUTE_SANITIZER)")
