@@ -40,26 +40,27 @@ def store_word_to_peer(dst: Int32, word: Uint32, mbar: Int32, rank: Int32) -> No
     )
 
 
-def load_global_16b_if(address: Int64, is_wanted: Boolean) -> cute.Tensor:
-    """16 bytes of global memory into registers [4], or zeros without a load."""
+def load_global_if(words: cute.Tensor, address: Int64, is_wanted: Boolean) -> None:
+    """8 or 16 bytes of global memory into registers [2] or [4], or zeros without a load."""
+    n = cute.size(words)
+    names = [f"{{$w{i}}}" for i in range(n)]
     code = (
-        "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
-        "@p ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }"
+        "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; "
+        + "".join(f"mov.b32 {name}, 0; " for name in names)
+        + f"@p ld.global.v{n}.b32 {{{', '.join(names)}}}, [{{$r0}}]; }}"
     )
-    words = cute.make_rmem_tensor(4, Uint32)
-    words[0], words[1], words[2], words[3] = inline_ptx(
-        code, write_only_types=[Uint32] * 4, read_only_args=[address, Uint32(is_wanted)]
-    )
-    return words
+    loaded = inline_ptx(code, write_only_types=[Uint32] * n, read_only_args=[address, Uint32(is_wanted)])
+    for i in range(n):
+        words[i] = loaded[i]
 
 
-def load_global_8b_if(address: Int64, is_wanted: Boolean) -> tuple[Uint32, Uint32]:
-    """The same of 8 bytes."""
-    code = (
-        "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; "
-        "@p ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}]; }"
+def wait_for_peers(mbar: Int32) -> None:
+    """Until the first phase of a barrier in shared memory is complete, by arrivals and bytes of any CTA of the cluster."""
+    inline_ptx(
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], 0; "
+        "@!done bra again; }",
+        read_only_args=[mbar],
     )
-    return inline_ptx(code, write_only_types=[Uint32] * 2, read_only_args=[address, Uint32(is_wanted)])
 
 
 def e4m3_to_fp16(codes: cute.Tensor, scale: Uint32) -> cute.Tensor:

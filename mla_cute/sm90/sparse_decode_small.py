@@ -58,11 +58,11 @@ from .helpers import (
     divide,
     e4m3_to_fp16,
     fp16_pair,
-    load_global_8b_if,
-    load_global_16b_if,
+    load_global_if,
     opaque,
     store_to_peer,
     store_word_to_peer,
+    wait_for_peers,
 )
 from .keys import Q_SCALE, KeyConversion, over_keys
 
@@ -73,6 +73,7 @@ TILE = 64  # keys of a block, the M of a WGMMA; columns of a tile of Q, K and V:
 STEP = 2 * TILE
 D_V = 512
 RAISED_BITS = 7.0  # of the largest P
+KNOWN = 6  # numbers that a CTA's threads leave in shared memory for later
 UNIT = 16  # columns that are sent and merged at once: those of a warp in a product
 MAX_CLUSTER = 16  # CTAs; more than 8 is up to the device
 MAX_GRID_Z = 65_535  # of a launch, in CTAs
@@ -132,8 +133,9 @@ class Config:
         v = STEP * D_V * 2
         p = STEP * heads * 2
         q_and_exchange = heads * fmt.d_qk * 2 + THREADS * heads
-        small = heads * (8 * 4 + 8 * 4 + 4 + 4 + 4) + STEP * 4 + MAX_ARRIVING * heads * 4 + MAX_CLUSTER * heads * 8 + 8 + 20
-        return v + p + q_and_exchange + small + 1024  # an alignment
+        pieces = MAX_ARRIVING * heads * 4 + MAX_CLUSTER * heads * 8
+        small = heads * (8 * 4 + 8 * 4 + 4 + 4 + 4) + STEP * 4 + 8 + KNOWN * 4
+        return v + p + q_and_exchange + pieces + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError naming the field and the arithmetic when this Config cannot run `problem`."""
@@ -231,7 +233,7 @@ class Shared(NamedTuple):
     """Pointers and tensors in shared memory."""
 
     pieces_full: cute.Pointer  # all that is sent to this CTA has arrived
-    known: cute.Pointer  # [5] int32: lengths of the request; its pieces, in the first CTAs of the cluster; 0
+    known: cute.Pointer  # [6] int32: lengths of the request; its pieces, in the first CTAs of the cluster; 2^16 / size; 0
     sQ: cute.Tensor  # [heads, d_qk] fp16
     sQ_rope: cute.Tensor  # the same as bf16, for V32's rope
     sV: cute.Tensor  # [512, 128]: columns first
@@ -255,6 +257,7 @@ class SmallDecode(KeyConversion, PlanReader):
         self.problem = problem
         self.h_q = problem.h_q
         self.heads = config.heads(problem)  # of a cluster
+        self.log2_heads = self.heads.bit_length() - 1
         self.head_tiles = config.head_tiles(problem)
         self.tile_n = config.tile_n
         self.fmt = FORMATS[problem.kv_format]
@@ -315,7 +318,7 @@ class SmallDecode(KeyConversion, PlanReader):
             powers: cute.struct.Align[cute.struct.MemRange[Float32, MAX_ARRIVING * self.heads], 16]
             arrived_beside: cute.struct.Align[cute.struct.MemRange[Float32, MAX_CLUSTER * self.heads * 2], 16]
             pieces_full: cute.struct.MemRange[Int64, 1]
-            known: cute.struct.MemRange[Int32, 5]
+            known: cute.struct.MemRange[Int32, KNOWN]
 
         self.Smem = Smem
         params = Params(
@@ -370,24 +373,24 @@ class SmallDecode(KeyConversion, PlanReader):
         share = self.share(params)
         # ---- load ----
         steps = (share.last_block - share.first_block + 1) >> 1
-        records, index = self.make_records(), cute.make_rmem_tensor(2, Int32)  # index: of the lane's two keys, -1: none
-        self.load_indices(params, share, share.lengths, me, Int32(0), index)
+        records = self.make_records()
+        first, index = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)  # of the lane's two keys, -1: none
+        self.load_indices(params, share, share.lengths, me, Int32(0), first)
+        self.load_indices(params, share, share.lengths, me, Int32(1), index)
+        sink = Float32(0)
         if const_expr(params.attn_sink is not None):
             sink = params.attn_sink[cutlass.min(share.head_tile * self.heads + tid % self.heads, self.h_q - 1)]
         if tid == 0:
             self.begin(share, shared)
-        if steps > 0:
-            self.load_first(params, share, me, shared, index, records)
-        else:
-            self.clear(records, index)
-        self.load_indices(params, share, share.lengths, me, Int32(1), index)
         of_head = [smem_tensor(array + tid * 4, Float32, 1) for array in (shared.top, shared.sums, shared.sink)]
         if tid < self.heads:
             of_head[0][0] = Float32(-1e30)  # finite: -inf - -inf is NaN
-            if const_expr(params.attn_sink is not None):
-                of_head[2][0] = sink * LOG2_E
         if tid < 8 * self.heads:
             of_head[1][0] = Float32(0)
+        if steps > 0:
+            self.load_first(params, share, me, shared, first, records)
+        else:
+            self.clear(records)
 
         thr_qk, thr_pv = mma_qk.get_slice(me.t), mma_pv.get_slice(me.t)
         half = cute.local_tile(shared.sQ, (self.heads, D_V // 2), (0, me.ch))
@@ -402,20 +405,16 @@ class SmallDecode(KeyConversion, PlanReader):
         accO = [cute.make_rmem_tensor(thr_pv.partition_shape_C((TILE, self.heads)), Float32) for _ in (0, 1)]
         for tile in (0, 1):
             accO[tile].fill(0.0)
-        cute.arch.sync_threads()  # Q, sinks, the first m and l
+        cute.arch.sync_threads()  # Q, the first m and l
+        if const_expr(params.attn_sink is not None):  # noqa: SIM102  one is decided at compile time
+            if tid < self.heads:  # has arrived meanwhile; only the merge needs it
+                of_head[2][0] = sink * LOG2_E
 
         for step in cutlass.range(steps, unroll=1):
             me = self.thread(opaque(tid))  # or all addresses are computed once, and there are no registers to keep them
             # ---- scores ----
             exponents = self.scores(me, shared, mma_qk, mma_rope, rQ, rQ_rope, accS, records)
             logits = self.exchange_halves(me, shared, accS)
-            in_smem = cute.make_tensor(shared.known, 5)  # registers are short
-            lengths = Lengths(in_smem[0], in_smem[1], in_smem[2])
-            if step + 1 < steps:
-                self.load_records(params, share, lengths, me, step + 1, index, records)
-                self.load_indices(params, share, lengths, me, step + 2, index)
-            else:  # or the old ones would need their registers all the time
-                self.clear(records, index)
 
             # ---- softmax ----
             for i in cutlass.range_constexpr(4 * self.sent):
@@ -440,6 +439,13 @@ class SmallDecode(KeyConversion, PlanReader):
             self.add_sum(me, shared, over_keys(sums, me.lane, lambda x, y: x + y)[0], alpha)
             self.store_p(me, shared, logits)
             cute.arch.fence_proxy("async.shared", space="cta")  # V and P become visible to the products
+            if step + 1 < steps:  # behind the fence, which might wait for loads
+                in_smem = cute.make_tensor(shared.known, KNOWN)  # registers are short
+                lengths = Lengths(in_smem[0], in_smem[1], in_smem[2])
+                self.load_records(params, share, lengths, me, step + 1, index, records)
+                self.load_indices(params, share, lengths, me, step + 2, index)
+            else:  # or the old ones would need their registers all the time
+                self.clear(records)
             cute.arch.sync_threads()
 
             # ---- values ----
@@ -489,18 +495,19 @@ class SmallDecode(KeyConversion, PlanReader):
             Int32(cutlass.min(first + each, blocks)), Int32(num_blocks), Int32(each), size, rank,
         )  # fmt: skip
 
-    def units(self, share: Request) -> Int32:
-        """Units of 16 columns that the CTA merges."""
-        return Int32(divide(Uint32(D_V // UNIT) - share.rank + share.size - 1, share.size))
+    def units(self, share: Request, inverse: Int32) -> Int32:
+        """Units of 16 columns that the CTA merges. inverse: 2^16 / size, rounded up, which divides small numbers exactly."""
+        return (D_V // UNIT - Int32(share.rank) + Int32(share.size) - 1) * inverse >> 16
 
     @cute.jit
     def begin(self, share: Request, shared: Shared):
         """By one thread: what a request's CTAs know, for later; and what this one waits for at the end."""
         pieces = Int32(divide(Uint32(share.blocks + share.each - 1), Uint32(share.each)))
-        known = cute.make_tensor(shared.known, 5)
-        for i, value in enumerate((*share.lengths, pieces, Int32(0))):
+        inverse = Int32(divide(share.size + 65535, share.size))
+        known = cute.make_tensor(shared.known, KNOWN)
+        for i, value in enumerate((*share.lengths, pieces, inverse, Int32(0))):
             known[i] = value
-        size = pieces * (self.units(share) * (self.unit_bytes + self.heads * 4) + self.heads * 8)
+        size = pieces * (self.units(share, inverse) * (self.unit_bytes + self.heads * 4) + self.heads * 8)
         cute.arch.mbarrier_arrive_and_expect_tx(shared.pieces_full, size)
 
     # ---- load ----
@@ -513,12 +520,11 @@ class SmallDecode(KeyConversion, PlanReader):
             cute.make_rmem_tensor(1, Uint32),
         )
 
-    def clear(self, records: Records, index: cute.Tensor) -> None:
+    def clear(self, records: Records) -> None:
         for r in (0, 1):
             for words in (*records.codes[r], records.rope[r], records.scales[r]):
                 words.fill(0)
-        records.valid.fill(0)
-        index.fill(-1)
+        records.valid[0] = Uint32(0)
 
     @cute.jit
     def load_indices(
@@ -563,16 +569,15 @@ class SmallDecode(KeyConversion, PlanReader):
             record = start + Int64(offset) * fmt.row_bytes
             mine = record + (me.ch * (4 * TILE) + me.pc * 16)
             for i in cutlass.range_constexpr(4):
-                records.codes[r][i].store(load_global_16b_if(mine + (fmt.nope_offset + TILE * i), is_valid).load())
+                load_global_if(records.codes[r][i], mine + (fmt.nope_offset + TILE * i), is_valid)
             rope = record + (fmt.rope_offset + me.pc * 16)
             if const_expr(self.rope_is_v):
-                records.rope[r].store(load_global_16b_if(rope + 64, is_valid & (me.ch == 1)).load())
+                load_global_if(records.rope[r], rope + 64, is_valid & (me.ch == 1))
                 plane = start + Int64(page_block_size) * fmt.row_bytes + Int64(offset) * fmt.scale_row_bytes
-                low, high = load_global_8b_if(plane, is_valid)
-                records.scales[r][0], records.scales[r][1] = low, high
+                load_global_if(records.scales[r], plane, is_valid)
             else:
-                records.rope[r].store(load_global_16b_if(rope + me.ch * 64, is_valid).load())
-                records.scales[r].store(load_global_16b_if(record + fmt.scale_offset, is_valid).load())
+                load_global_if(records.rope[r], rope + me.ch * 64, is_valid)
+                load_global_if(records.scales[r], record + fmt.scale_offset, is_valid)
 
     @cute.jit
     def load_first(
@@ -592,11 +597,13 @@ class SmallDecode(KeyConversion, PlanReader):
             source = params.q[Int64(share.req), share.s_idx, cutlass.min(head, self.h_q - 1), None].iterator.toint()
             for j in (0, 1, 2, 3):
                 c = cutlass.select_(is_rope, 4 * i + j, 2 * j + i)
-                chunks[n].append(load_global_16b_if(source + (tile * 128 + c * 16), is_wanted))
+                chunk = cute.make_rmem_tensor(4, Uint32)
+                load_global_if(chunk, source + (tile * 128 + c * 16), is_wanted)
+                chunks[n].append(chunk)
         # Q is asked for before the indices are waited for: as they arrive, not in the order of the source, if nothing holds
         # the compiler back.
         cute.arch.sync_threads()
-        zero = cute.make_tensor(shared.known, 5)[4]
+        zero = cute.make_tensor(shared.known, KNOWN)[5]
         for r in cutlass.range_constexpr(2):
             index[r] = index[r] + zero
         self.load_records(params, share, share.lengths, me, Int32(0), index, records)
@@ -826,12 +833,13 @@ class SmallDecode(KeyConversion, PlanReader):
 
         A warp has two units.
         """
-        full, pieces = Int32(shared.pieces_full.toint()), cute.make_tensor(shared.known, 5)[3]
+        full, known = Int32(shared.pieces_full.toint()), cute.make_tensor(shared.known, KNOWN)
+        pieces, inverse = known[3], known[4]
         factors, power = self.powers(me, accO)
         for tile in cutlass.range_constexpr(2):
-            unit = Uint32(4 * (2 * me.wg + tile) + me.w)
-            slot = divide(unit, share.size)
-            at, peer = Int32(slot) * pieces + Int32(share.rank), Int32(unit - slot * share.size)
+            unit = 4 * (2 * me.wg + tile) + me.w
+            slot = unit * inverse >> 16
+            at, peer = slot * pieces + Int32(share.rank), unit - slot * Int32(share.size)
             for c in cutlass.range_constexpr(self.heads // 16):  # 16 heads: element e + 2 r + 4 j
                 values, fp16 = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, Float16)
                 for i in cutlass.range_constexpr(8):
@@ -842,7 +850,7 @@ class SmallDecode(KeyConversion, PlanReader):
             to = shared.powers + (at * self.heads + self.head_of(me, self.heads // 4)) * 4
             if me.g % (32 // self.heads) == 0:  # the others have the same
                 store_word_to_peer(to, power, full, peer)
-        pair, peer = me.tid % (self.heads // 2), me.tid // (self.heads // 2)  # of heads
+        pair, peer = me.tid & (self.heads // 2 - 1), me.tid >> (self.log2_heads - 1)  # of heads
         if peer < Int32(share.size):
             beside = cute.make_rmem_tensor(4, Float32)  # m, l of two heads
             for e in cutlass.range_constexpr(2):
@@ -862,11 +870,11 @@ class SmallDecode(KeyConversion, PlanReader):
 
         Nothing attended: out 0, lse +inf. The sink counts here.
         """
-        cute.arch.mbarrier_wait(shared.pieces_full, 0)
-        groups = self.heads // 8
-        pieces = cute.make_tensor(shared.known, 5)[3]
-        for item in cutlass.range(4 * me.wg + me.w, self.units(share) * groups, THREADS // 32, unroll=1):
-            slot, j = item // groups, item % groups
+        known = cute.make_tensor(shared.known, KNOWN)
+        pieces, units = known[3], self.units(share, known[4])
+        wait_for_peers(Int32(shared.pieces_full.toint()))
+        for item in cutlass.range(4 * me.wg + me.w, units * (self.heads // 8), THREADS // 32, unroll=1):
+            slot, j = item >> (self.log2_heads - 3), item & (self.heads // 8 - 1)  # j: a group of 8 heads
             beside = shared.arrived_beside + (8 * j + 2 * me.pc) * 8
             top = cute.make_rmem_tensor(2, Float32)
             top.fill(-1e30)
@@ -877,7 +885,7 @@ class SmallDecode(KeyConversion, PlanReader):
             total, sums = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(4, Float32)
             total.fill(0.0)
             sums.fill(0.0)
-            piece = shared.arrived + slot * pieces * self.unit_bytes + j // 2 * 512 + me.lane * 16 + j % 2 * 8
+            piece = shared.arrived + slot * pieces * self.unit_bytes + (j >> 1) * 512 + me.lane * 16 + (j & 1) * 8
             power = shared.powers + (slot * pieces * self.heads + 8 * j + 2 * me.pc) * 4
             for p in cutlass.range(pieces, unroll=4):
                 of_piece = load_smem_16b(beside + p * (self.heads * 8), Float32)
@@ -905,7 +913,7 @@ class SmallDecode(KeyConversion, PlanReader):
                     column = (Int32(share.rank) + slot * Int32(share.size)) * UNIT + me.g
                     for r in cutlass.range_constexpr(2):
                         out[column + 8 * r] = BFloat16(sums[2 * r + e] * factor)
-                    if (item < groups) & (share.rank == 0) & (me.g == 0):
+                    if (slot == 0) & (share.rank == 0) & (me.g == 0):
                         # As log2(1) + the maximum, rather than the difference of two larger numbers.
                         lse = cute.math.log2(total[e] * 2.0**-RAISED_BITS, fastmath=True) + (top[e] + RAISED_BITS)
                         params.lse[Int64(share.req), share.s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse * LN_2)
