@@ -40,6 +40,11 @@ def store_word_to_peer(dst: Int32, word: Uint32, mbar: Int32, rank: Int32) -> No
     )
 
 
+def copy_async_4b(dst: Int32, src: Int64) -> None:
+    """One lane's asynchronous copy global -> shared of 4 bytes, for `cp_async_commit_group` and `cp_async_wait_group`."""
+    inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[dst, src])
+
+
 def load_global_if(words: cute.Tensor, address: Int64, is_wanted: Boolean) -> None:
     """8 or 16 bytes of global memory into registers [2] or [4], or zeros without a load."""
     n = cute.size(words)

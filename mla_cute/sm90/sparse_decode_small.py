@@ -55,6 +55,7 @@ from ..kv_cache import FORMATS, KVFormat
 from ..validate import Problem, check_int
 from .helpers import (
     bf16_to_fp16,
+    copy_async_4b,
     divide,
     e4m3_to_fp16,
     fp16_pair,
@@ -73,7 +74,7 @@ TILE = 64  # keys of a block, the M of a WGMMA; columns of a tile of Q, K and V:
 STEP = 2 * TILE
 D_V = 512
 RAISED_BITS = 7.0  # of the largest P
-KNOWN = 6  # numbers that a CTA's threads leave in shared memory for later
+KNOWN = 5  # numbers that a CTA's threads leave in shared memory for later
 UNIT = 16  # columns that are sent and merged at once: those of a warp in a product
 MAX_CLUSTER = 16  # CTAs; more than 8 is up to the device
 MAX_GRID_Z = 65_535  # of a launch, in CTAs
@@ -134,7 +135,7 @@ class Config:
         p = STEP * heads * 2
         q_and_exchange = heads * fmt.d_qk * 2 + THREADS * heads
         pieces = MAX_ARRIVING * heads * 4 + MAX_CLUSTER * heads * 8
-        small = heads * (8 * 4 + 8 * 4 + 4 + 4 + 4) + STEP * 4 + 8 + KNOWN * 4
+        small = heads * (8 * 4 + 8 * 4 + 4 + 4 + 4) + 3 * STEP * 4 + 8 + KNOWN * 4
         return v + p + q_and_exchange + pieces + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -233,7 +234,7 @@ class Shared(NamedTuple):
     """Pointers and tensors in shared memory."""
 
     pieces_full: cute.Pointer  # all that is sent to this CTA has arrived
-    known: cute.Pointer  # [6] int32: lengths of the request; its pieces, in the first CTAs of the cluster; 2^16 / size; 0
+    known: cute.Pointer  # [5] int32: lengths of the request; its pieces, in the first CTAs of the cluster; 2^16 / size
     sQ: cute.Tensor  # [heads, d_qk] fp16
     sQ_rope: cute.Tensor  # the same as bf16, for V32's rope
     sV: cute.Tensor  # [512, 128]: columns first
@@ -247,6 +248,7 @@ class Shared(NamedTuple):
     top: Int32  # [heads] fp32: m
     alpha: Int32  # [heads] fp32
     sink: Int32  # [heads] fp32, base 2; where there are sinks
+    indices: Int32  # [2, 128 keys] int32, of this step and the next
     rope_exponents: Int32  # [128 keys] uint32, of MODEL1: what its rope asks of a key's exponent
 
 
@@ -314,6 +316,7 @@ class SmallDecode(KeyConversion, PlanReader):
             top: cute.struct.Align[cute.struct.MemRange[Float32, self.heads], 16]
             alpha: cute.struct.Align[cute.struct.MemRange[Float32, self.heads], 16]
             sink: cute.struct.Align[cute.struct.MemRange[Float32, self.heads], 16]
+            indices: cute.struct.Align[cute.struct.MemRange[Int32, 2 * STEP], 16]
             rope_exponents: cute.struct.Align[cute.struct.MemRange[Uint32, STEP], 16]
             powers: cute.struct.Align[cute.struct.MemRange[Float32, MAX_ARRIVING * self.heads], 16]
             arrived_beside: cute.struct.Align[cute.struct.MemRange[Float32, MAX_CLUSTER * self.heads * 2], 16]
@@ -361,7 +364,7 @@ class SmallDecode(KeyConversion, PlanReader):
             *(Int32(x.toint()) for x in (
                 storage.exchange.data_ptr(), sQ.iterator, storage.powers.data_ptr(), storage.arrived_beside.data_ptr(),
                 storage.maxima.data_ptr(), storage.sums.data_ptr(), storage.top.data_ptr(), storage.alpha.data_ptr(),
-                storage.sink.data_ptr(), storage.rope_exponents.data_ptr(),
+                storage.sink.data_ptr(), storage.indices.data_ptr(), storage.rope_exponents.data_ptr(),
             )),
         )  # fmt: skip
         if tid == 0:
@@ -374,9 +377,8 @@ class SmallDecode(KeyConversion, PlanReader):
         # ---- load ----
         steps = (share.last_block - share.first_block + 1) >> 1
         records = self.make_records()
-        first, index = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)  # of the lane's two keys, -1: none
-        self.load_indices(params, share, share.lengths, me, Int32(0), first)
-        self.load_indices(params, share, share.lengths, me, Int32(1), index)
+        if tid < 2 * STEP:
+            self.copy_index(params, share, share.lengths, shared, tid >> 7, tid & (STEP - 1))
         sink = Float32(0)
         if const_expr(params.attn_sink is not None):
             sink = params.attn_sink[cutlass.min(share.head_tile * self.heads + tid % self.heads, self.h_q - 1)]
@@ -388,7 +390,7 @@ class SmallDecode(KeyConversion, PlanReader):
         if tid < 8 * self.heads:
             of_head[1][0] = Float32(0)
         if steps > 0:
-            self.load_first(params, share, me, shared, first, records)
+            self.load_first(params, share, me, shared, records)
         else:
             self.clear(records)
 
@@ -442,8 +444,9 @@ class SmallDecode(KeyConversion, PlanReader):
             if step + 1 < steps:  # behind the fence, which might wait for loads
                 in_smem = cute.make_tensor(shared.known, KNOWN)  # registers are short
                 lengths = Lengths(in_smem[0], in_smem[1], in_smem[2])
-                self.load_records(params, share, lengths, me, step + 1, index, records)
-                self.load_indices(params, share, lengths, me, step + 2, index)
+                self.load_records(params, share, lengths, me, shared, step + 1, records)
+                if tid < STEP:
+                    self.copy_index(params, share, lengths, shared, step + 2, tid)
             else:  # or the old ones would need their registers all the time
                 self.clear(records)
             cute.arch.sync_threads()
@@ -466,6 +469,7 @@ class SmallDecode(KeyConversion, PlanReader):
                 cute.arch.cluster_arrive()  # done with Q and exchange
             warpgroup.wait_group(0)
             if step + 1 < steps:
+                cute.arch.cp_async_wait_group(0)  # the indices
                 cute.arch.sync_threads()  # V, P and alpha may be written again
 
         # ---- merge ----
@@ -505,7 +509,7 @@ class SmallDecode(KeyConversion, PlanReader):
         pieces = Int32(divide(Uint32(share.blocks + share.each - 1), Uint32(share.each)))
         inverse = Int32(divide(share.size + 65535, share.size))
         known = cute.make_tensor(shared.known, KNOWN)
-        for i, value in enumerate((*share.lengths, pieces, inverse, Int32(0))):
+        for i, value in enumerate((*share.lengths, pieces, inverse)):
             known[i] = value
         size = pieces * (self.units(share, inverse) * (self.unit_bytes + self.heads * 4) + self.heads * 8)
         cute.arch.mbarrier_arrive_and_expect_tx(shared.pieces_full, size)
@@ -526,30 +530,32 @@ class SmallDecode(KeyConversion, PlanReader):
                 words.fill(0)
         records.valid[0] = Uint32(0)
 
+    def index_at(self, shared: Shared, step: Int32, key: Int32) -> Int32:
+        """Where the index of one of a step's 128 keys lies."""
+        return shared.indices + ((step & 1) * STEP + key) * 4
+
     @cute.jit
-    def load_indices(
-        self, params: Params, share: Request, lengths: Lengths, me: Thread, step: Int32, index: cute.Tensor
+    def copy_index(
+        self, params: Params, share: Request, lengths: Lengths, shared: Shared, step: Int32, key: Int32
     ):  # fmt: skip
-        """Of the lane's two keys in a step; -1 past the request's tokens or the CTA's blocks."""
-        block = share.first_block + 2 * step + me.kb
-        for r in cutlass.range_constexpr(2):
-            token = block * self.tile_n + 16 * me.w + me.g + 8 * r
-            index[r] = Int32(-1)
-            if block < share.last_block:
-                if const_expr(params.extra_indices is not None):
-                    extra_token = token - lengths.main_blocks * self.tile_n
-                    if block >= lengths.main_blocks:
-                        if extra_token < lengths.extra:
-                            index[r] = params.extra_indices[Int64(share.req), share.s_idx, extra_token]
-                    elif token < lengths.main:
-                        index[r] = params.indices[Int64(share.req), share.s_idx, token]
-                else:
-                    if token < lengths.main:
-                        index[r] = params.indices[Int64(share.req), share.s_idx, token]
+        """Starts the copy of a key's index; -1 past the request's tokens or the CTA's blocks."""
+        block, to = share.first_block + 2 * step + (key >> 6), self.index_at(shared, step, key)
+        token, length = block * self.tile_n + (key & (TILE - 1)), lengths.main
+        row = params.indices[Int64(share.req), share.s_idx, None].iterator.toint()
+        if const_expr(params.extra_indices is not None):  # noqa: SIM102  one is decided at compile time
+            if block >= lengths.main_blocks:
+                token, length = token - lengths.main_blocks * self.tile_n, lengths.extra
+                row = params.extra_indices[Int64(share.req), share.s_idx, None].iterator.toint()
+        none = smem_tensor(to, Int32, 1)
+        if (block < share.last_block) & (token < length):
+            copy_async_4b(to, row + Int64(token) * 4)
+        else:
+            none[0] = Int32(-1)
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def load_records(
-        self, params: Params, share: Request, lengths: Lengths, me: Thread, step: Int32, index: cute.Tensor, records: Records
+        self, params: Params, share: Request, lengths: Lengths, me: Thread, shared: Shared, step: Int32, records: Records
     ):  # fmt: skip
         """An index below 0 or past the cache is none: its P is 0, and 0 * NaN must not reach O, so it gets zeros."""
         page_block_size, num_blocks = Uint32(params.kv_cache.shape[1]), Uint32(params.kv_cache.shape[0])
@@ -561,9 +567,11 @@ class SmallDecode(KeyConversion, PlanReader):
                 base, page_stride = extra.iterator.toint(), Int64(extra.stride[0])
         fmt = self.fmt
         for r in cutlass.range_constexpr(2):
-            page = divide(Uint32(index[r]), page_block_size)
-            offset = Uint32(index[r]) - page * page_block_size
-            is_valid = (index[r] >= 0) & (page < num_blocks)
+            at = self.index_at(shared, step, TILE * me.kb + 16 * me.w + me.g + 8 * r)
+            index = smem_tensor(at, Int32, 1)[0]
+            page = divide(Uint32(index), page_block_size)
+            offset = Uint32(index) - page * page_block_size
+            is_valid = (index >= 0) & (page < num_blocks)
             records.valid[0] = Uint32(is_valid) if r == 0 else records.valid[0] | (Uint32(is_valid) << 1)
             start = base + Int64(page) * page_stride
             record = start + Int64(offset) * fmt.row_bytes
@@ -581,7 +589,7 @@ class SmallDecode(KeyConversion, PlanReader):
 
     @cute.jit
     def load_first(
-        self, params: Params, share: Request, me: Thread, shared: Shared, index: cute.Tensor, records: Records
+        self, params: Params, share: Request, me: Thread, shared: Shared, records: Records
     ):  # fmt: skip
         """The first step's records, and meanwhile Q to shared memory, converted: 32 columns of a row at a time.
 
@@ -600,13 +608,10 @@ class SmallDecode(KeyConversion, PlanReader):
                 chunk = cute.make_rmem_tensor(4, Uint32)
                 load_global_if(chunk, source + (tile * 128 + c * 16), is_wanted)
                 chunks[n].append(chunk)
-        # Q is asked for before the indices are waited for: as they arrive, not in the order of the source, if nothing holds
-        # the compiler back.
+        cute.arch.sync_threads()  # or the compiler waits for the indices before it asks for Q
+        cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        zero = cute.make_tensor(shared.known, KNOWN)[5]
-        for r in cutlass.range_constexpr(2):
-            index[r] = index[r] + zero
-        self.load_records(params, share, share.lengths, me, Int32(0), index, records)
+        self.load_records(params, share, share.lengths, me, shared, Int32(0), records)
         for n in cutlass.range_constexpr(rounds):
             unit = me.tid + THREADS * n
             i, row, tile = unit % 2, unit // 2 % self.heads, unit // (2 * self.heads)
