@@ -5,19 +5,19 @@ the cluster merges the pieces through its shared memories. There is no plan, no 
 warpgroups do the same, one phase behind the other. Everything is transposed: keys or columns of V are the M of a product, the
 heads its N, so that few heads cost little. Two blocks of 64 keys are a step:
 
-| phase   | who does what                                                                   | ends with         |
-|---------|---------------------------------------------------------------------------------|-------------------|
-| load    | a warpgroup: half of the columns of one block, from global memory into registers | -                |
-| scores  | the same half: e4m3 * scale in fp16 -> V; S^T = K Q^T, K from registers          | barrier of two    |
-| softmax | the block's 64 keys, half of the heads: sum of both halves, maxima, P^T          | barrier of all    |
-| values  | 128 columns: O^T = V^T P^T over the step's 128 keys                              | barrier of all    |
+| phase   | who does what                                                                    | ends with      |
+|---------|----------------------------------------------------------------------------------|----------------|
+| load    | a warpgroup: half of the columns of one block, from global memory into registers | -              |
+| scores  | the same half: e4m3 * scale in fp16 -> V; S^T = K Q^T, K from registers          | barrier of two |
+| softmax | the block's 64 keys, half of the heads: sum of both halves, maxima, P^T          | barrier of all |
+| values  | 128 columns: O^T = V^T P^T over the step's 128 keys                              | barrier of all |
 
-The next step's records are asked for when this one's are in V. One step (t: key, h: head, x(t): `keys.py`):
+The next step's records are on their way while `values` runs. One step (t: key, h: head, x(t): `keys.py`):
  1. K'[t] = codes * scale / 2^x(t) in fp16; V32's rope, which is not of V, as bf16 / 2^x(t)
  2. S[t, h] = K'[t] (Q[h] / 16), over half of the columns; the halves are exchanged and added
  3. z = S * 16 * 2^x(t) * softmax_scale * log2(e) + x(t), -inf for keys that do not count
  4. m' = max(m, max over the step's keys of z - 7), alpha = exp2(m - m')
- 5. P = exp2(z - m') < 2^8 in fp16; l = l * alpha + sum over t of P / 2^x(t)
+ 5. P = exp2(z - m') <= 2^7 in fp16; l = l * alpha + sum over t of P / 2^x(t)
  6. O = alpha * O + P V: the exponents of P and V cancel
 At the end the columns are dealt out, 16 at a time: each CTA sends its piece of them to the CTA that merges them, straight from
 registers, in fp16 over a power of two for each head, and its m and l to all. A CTA waits for what is sent to it, so none
@@ -28,7 +28,9 @@ converting warpgroup is a chain of 2,000 cycles a block, the copy engine takes 2
 Here four warpgroups share the conversion, loads into registers have no engine in their way (memory's latency is paid once a
 step), and of 32 heads a piece is 32 KB, spread over four times as many CTAs.
 
-Shared memory (bytes, 32 heads): V [128, 512] 131,072; P 8,192; Q 36,864 and exchange 16,384, later pieces; maxima, sums 3 K.
+Shared memory (bytes, 32 heads): V [128, 512] 131,072; P 8,192; Q 36,864 and exchange 16,384, later pieces; what comes beside
+them 9.9 K; maxima, sums, indices 4 K. Sources of the ideas: FlashAttention (online softmax), FlashMLA (the op, the formats); the
+rest is ours.
 """
 
 from collections.abc import Callable
@@ -374,6 +376,7 @@ class SmallDecode(KeyConversion, PlanReader):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         share = self.share(params)
+
         # ---- load ----
         steps = (share.last_block - share.first_block + 1) >> 1
         records = self.make_records()
