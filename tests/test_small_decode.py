@@ -238,8 +238,8 @@ def test_every_synchronisation_is_missed_when_it_is_gone(kernel, case):
         what for i, what in found.items() if of_kernel(without(kernel, i), case, (0, 1, 2), 0, SIZE) is None
     )
     # Nothing is launched ahead here: that has a test on a GPU. The barrier's initialisation is released by the arrival at the
-    # cluster's barrier too, though only the fence is meant for what arrives by the asynchronous proxy. And one barrier only keeps
-    # the compiler from waiting for the indices early.
+    # cluster's barrier too, though only the fence is meant for what arrives by the asynchronous proxy. And one barrier only
+    # keeps the compiler from waiting for the indices early.
     assert unnoticed == {"griddepcontrol.wait": 1, "fence.mbarrier_init": 1, "bar.sync": 1}, found
 
 

@@ -29,8 +29,8 @@ Here four warpgroups share the conversion, loads into registers have no engine i
 step), and of 32 heads a piece is 32 KB, spread over four times as many CTAs.
 
 Shared memory (bytes, 32 heads): V [128, 512] 131,072; P 8,192; Q 36,864 and exchange 16,384, later pieces; what comes beside
-them 9.9 K; maxima, sums, indices 4 K. Sources of the ideas: FlashAttention (online softmax), FlashMLA (the op, the formats); the
-rest is ours.
+them 9.9 K; maxima, sums, indices 4 K. Sources of the ideas: FlashAttention (online softmax), FlashMLA (the op, the formats);
+the rest is ours.
 """
 
 from collections.abc import Callable
