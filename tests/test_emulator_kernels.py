@@ -22,7 +22,7 @@ from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_
 from mla_cute.validate import Problem
 
 pytestmark = pytest.mark.emulate
-SCHEDULES = 8
+SCHEDULES = 6
 CONFIG = sm90.Config(fixed_overhead_blocks=1, clustered=False)  # so that small requests are split
 CLUSTERS = sm90.Config(clustered=True)
 NAIVE = Path(__file__).parent.parent / "examples" / "naive_sparse_decode.py"
