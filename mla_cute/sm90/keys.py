@@ -68,7 +68,7 @@ class KeyConversion:
         inverse = inverse | (inverse << 16)
         return [mul_bf16x2(codes[i // 4][i % 4], inverse) for i in range(4 * len(codes))]
 
-    def query_words(self, chunks: list[cute.Tensor], i: int, is_bf16: Boolean | None) -> cute.Tensor:
+    def query_words(self, chunks: list[cute.Tensor], i: int, is_bf16: Boolean | bool) -> cute.Tensor:
         """Registers [4]: Q / Q_SCALE of k-step s = i / 2 (of two) and h = i % 2, in fp16, or as bf16 where that is asked for.
 
         chunks [j] of 8 columns, 16 j + 8 (s / 2) on, of rope 32 (s / 2) + 8 j on. Position 16 s + 8 h + 2 j + e gets column
@@ -77,11 +77,13 @@ class KeyConversion:
         words = cute.make_rmem_tensor(4, Uint32)  # pairs of columns
         for j in (0, 1, 2, 3):
             words[j] = mul_bf16x2(chunks[j][i], Uint32(Q_SCALE_INVERSE))
+        if is_bf16 is True:
+            return words
         fp16 = cute.make_rmem_tensor(4, Uint32)
         bf16_to_fp16(words, fp16)
         for j in (0, 1, 2, 3):
             pair = nan_if_inf(fp16[j])  # so that what fp16 cannot hold is seen in the result
-            if is_bf16 is not None:
+            if is_bf16 is not False:
                 pair = cutlass.select_(is_bf16, words[j], pair)
             fp16[j] = pair
         return fp16

@@ -1152,11 +1152,10 @@ class SparseDecode(KeyConversion, PlanReader):
                 for j in (0, 1, 2, 3):
                     c = cutlass.select_(is_rope, Int32(4 * i + j), Int32(2 * j + i))
                     chunks.append(load_smem_16b(address + ((c ^ swizzle) * 16)))
+            is_bf16 = is_rope if self.num_tiles > self.v_tiles else False
             for s in (0, 1, 2, 3):
                 for h in (0, 1):
-                    words = self.query_words(
-                        chunks[s // 2 * 4 : s // 2 * 4 + 4], 2 * (s % 2) + h, is_rope if self.num_tiles > self.v_tiles else None
-                    )
+                    words = self.query_words(chunks[s // 2 * 4 : s // 2 * 4 + 4], 2 * (s % 2) + h, is_bf16)
                     store_smem_16b(address + (((2 * s + h) ^ swizzle) * 16), words)
             cute.arch.fence_proxy("async.shared", space="cta")  # Q's generic stores become visible to WGMMA
             self.release(shared.q_ready)

@@ -267,6 +267,7 @@ class SmallDecode(KeyConversion, PlanReader):
         self.fmt = FORMATS[problem.kv_format]
         self.num_tiles = self.fmt.d_qk // TILE  # column tiles of Q and K, 9 or 8; the last is rope
         self.rope_is_v = self.fmt.d_qk == D_V
+        self.q_rounds = -(-2 * self.heads * self.num_tiles // THREADS)
         self.sent = self.heads // 16  # groups of 8 heads that a warpgroup keeps of its S, and that it sends
         self.unit_bytes = UNIT * self.heads * 2
 
@@ -590,6 +591,19 @@ class SmallDecode(KeyConversion, PlanReader):
                 load_global_if(records.rope[r], rope + me.ch * 64, is_valid)
                 load_global_if(records.scales[r], record + fmt.scale_offset, is_valid)
 
+    def q_unit(self, me: Thread, n: int):
+        """What of Q the thread converts in round n: half i of a row's tile; whether there is such a tile."""
+        unit = me.tid + THREADS * n
+        tile = unit >> (self.log2_heads + 1)
+        return unit & 1, (unit >> 1) & (self.heads - 1), cutlass.min(tile, self.num_tiles - 1), tile < self.num_tiles
+
+    def is_rope(self, n: int, tile: Int32):
+        """Is it of rope; True or False if that is so for all threads of the round."""
+        first, last = THREADS * n // (2 * self.heads), (THREADS * (n + 1) - 1) // (2 * self.heads)
+        if last < self.num_tiles - 1:
+            return False
+        return True if first == self.num_tiles - 1 else tile == self.num_tiles - 1
+
     @cute.jit
     def load_first(
         self, params: Params, share: Request, me: Thread, shared: Shared, records: Records
@@ -598,16 +612,16 @@ class SmallDecode(KeyConversion, PlanReader):
 
         Heads past h_q are zeros. A lane has chunks 2 j + i of a tile's 8, of rope 4 i + j (`query_words`).
         """
-        units, rounds = 2 * self.heads * self.num_tiles, -(-2 * self.heads * self.num_tiles // THREADS)
-        chunks = [[] for _ in range(rounds)]
-        for n in cutlass.range_constexpr(rounds):
-            unit = me.tid + THREADS * n
-            i, row, tile = unit % 2, unit // 2 % self.heads, cutlass.min(unit // (2 * self.heads), self.num_tiles - 1)
-            is_rope, head = tile == self.num_tiles - 1, share.head_tile * self.heads + row
-            is_wanted = (unit < units) & (head < self.h_q)
+        chunks = [[] for _ in range(self.q_rounds)]
+        for n in cutlass.range_constexpr(self.q_rounds):
+            i, row, tile, is_wanted = self.q_unit(me, n)
+            is_rope, head = self.is_rope(n, tile), share.head_tile * self.heads + row
+            is_wanted = is_wanted & (head < self.h_q)
             source = params.q[Int64(share.req), share.s_idx, cutlass.min(head, self.h_q - 1), None].iterator.toint()
             for j in (0, 1, 2, 3):
-                c = cutlass.select_(is_rope, 4 * i + j, 2 * j + i)
+                c = 4 * i + j if is_rope is True else 2 * j + i
+                if const_expr(not isinstance(is_rope, bool)):
+                    c = cutlass.select_(is_rope, 4 * i + j, c)
                 chunk = cute.make_rmem_tensor(4, Uint32)
                 load_global_if(chunk, source + (tile * 128 + c * 16), is_wanted)
                 chunks[n].append(chunk)
@@ -615,12 +629,11 @@ class SmallDecode(KeyConversion, PlanReader):
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         self.load_records(params, share, share.lengths, me, shared, Int32(0), records)
-        for n in cutlass.range_constexpr(rounds):
-            unit = me.tid + THREADS * n
-            i, row, tile = unit % 2, unit // 2 % self.heads, unit // (2 * self.heads)
-            is_bf16 = None if self.rope_is_v else tile == self.num_tiles - 1
+        for n in cutlass.range_constexpr(self.q_rounds):
+            i, row, tile, is_wanted = self.q_unit(me, n)
+            is_bf16 = False if self.rope_is_v else self.is_rope(n, tile)
             to = Int32(shared.sQ.iterator.toint()) + tile * (self.heads * 128) + row * 128
-            if unit < units:
+            if is_wanted:
                 for k in cutlass.range_constexpr(4):  # k-step 2 i + k / 2
                     store_smem_16b(to + ((4 * i + k) ^ (row & 7)) * 16, self.query_words(chunks[n], k, is_bf16))
         cute.arch.fence_proxy("async.shared", space="cta")  # becomes visible to WGMMA
