@@ -2,7 +2,7 @@
 memory by address. `shared` and `params` are a kernel's own tuples. Roles and all that orders them stand in the kernels.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
@@ -10,7 +10,7 @@ from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
 from . import jit
 from .kv_cache import FORMATS
-from .validate import Problem
+from .validate import Problem, check_int
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -86,6 +86,21 @@ class PlanReader:
         return is_split, part.record[7] + cutlass.select_((~is_begin) & begin_is_split, Int32(1), Int32(0))
 
 
+def check_config(name: str, config: Any, problem: Problem, tile_n: int) -> None:
+    """What every implementation's `Config.check` begins with; name: the implementation's, tile_n: the one that it has."""
+    if problem.op != "sparse_decode" or problem.kv_format not in FORMATS:
+        raise NotImplementedError(
+            f"config: {name} runs sparse_decode on a cache of {' or '.join(FORMATS)}, got {problem.op} on {problem.kv_format}"
+        )
+    check_int("config: tile_n", config.tile_n)
+    if config.tile_n != tile_n:
+        raise ValueError(f"config: tile_n must be {tile_n}, got {config.tile_n}")
+    if config.fixed_overhead_blocks is not None:
+        check_int("config: fixed_overhead_blocks", config.fixed_overhead_blocks)
+        if config.fixed_overhead_blocks < 1:
+            raise ValueError(f"config: fixed_overhead_blocks must be at least 1, got {config.fixed_overhead_blocks}")
+
+
 def fake_arguments(problem: Problem) -> list:
     """The arguments of the compiled function, but for the stream, as `jit.build` wants them: see `Params` and `compile` of
     a kernel."""
@@ -133,6 +148,13 @@ def load_smem_16b(addr: Int32, dtype=Uint32) -> cute.Tensor:
     """16 bytes of shared memory into registers [4] of a 32-bit type (ld.shared.v4)."""
     r = cute.make_rmem_tensor(4, dtype)
     cute.autovec_copy(smem_tensor(addr, dtype, 4), r)
+    return r
+
+
+def load_smem_8b(addr: Int32, dtype=Uint32) -> cute.Tensor:
+    """The same of 8 bytes, into registers [2]."""
+    r = cute.make_rmem_tensor(2, dtype)
+    cute.autovec_copy(smem_tensor(addr, dtype, 2), r)
     return r
 
 

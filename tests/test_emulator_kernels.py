@@ -62,14 +62,17 @@ CLUSTERED = [
     + [pytest.param(*c, CLUSTERS, id=f"{c[0]}-{c[1]}-clusters") for c in CLUSTERED],
 )
 def test_sparse_decode(case, num_sms, config):
+    in_all_schedules(case, num_sms, SCHEDULES, config=config)
+
+
+def in_all_schedules(case, num_sms, schedules, **how):
+    """The reference's numbers and no finding in each, and the same bits in all of them."""
     x = make_inputs(case)
     expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
     first = None
-    for n in range(SCHEDULES):
+    for n in range(schedules):
         with emulator.session(num_sms=num_sms, options=Options.schedule(n)) as s:  # strict: a finding raises
-            result = mla_cute.sparse_decode(
-                x.q, x.kv_cache, x.indices, **x.kwargs(), config=config, backend="emulator"
-            )
+            result = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), **how, backend="emulator")
         assert s.findings == []
         for name, ours, ref, tolerance in zip(
             ("out", "lse"), result, expected, (SPARSE_DECODE_OUT, SPARSE_DECODE_LSE)

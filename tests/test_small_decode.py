@@ -11,18 +11,17 @@ from decode_checks import compile_kernels, decode_and_check
 from decode_numerics import Call, Tokens
 from test_decode_numerics import check, exponents, rising, steps
 from test_emulator_kernels import CASES as PLANNED
-from test_emulator_kernels import CLUSTERED
+from test_emulator_kernels import CLUSTERED, in_all_schedules
 from test_emulator_mutations import SYNCHRONISING, without
 from test_emulator_mutations import trouble as of_kernel
 from test_sparse_decode import BEYOND, EXTRA, FORMATS, H200, MODEL1
 
 import mla_cute
 import mla_cute.sm90.sparse_decode_small as small
-from mla_cute import emulator, jit, reference
-from mla_cute.emulator.machine import Options
+from mla_cute import jit, reference
 from mla_cute.emulator.run import load
 from mla_cute.kv_cache import FORMATS as LAYOUTS
-from mla_cute.testing import SPARSE_DECODE_LSE, SPARSE_DECODE_OUT, Case, assert_bitwise, assert_close, make_inputs
+from mla_cute.testing import Case, assert_bitwise, make_inputs
 from mla_cute.validate import Problem
 
 IMPL = small.__name__
@@ -161,20 +160,7 @@ EMULATED = [
 @pytest.mark.emulate
 @pytest.mark.parametrize(("case", "num_sms"), EMULATED, ids=[f"{case}-{num_sms}" for case, num_sms in EMULATED])
 def test_in_the_emulator(case, num_sms):
-    x = make_inputs(case)
-    expected = reference.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())
-    first = None
-    for n in range(3):
-        with emulator.session(num_sms=num_sms, options=Options.schedule(n)) as s:  # strict: a finding raises
-            result = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=IMPL, backend="emulator")
-        assert s.findings == []
-        for name, ours, ref, tolerance in zip(
-            ("out", "lse"), result, expected, (SPARSE_DECODE_OUT, SPARSE_DECODE_LSE)
-        ):
-            assert_close(ours, ref, **tolerance, name=name)
-        first = first or result
-        assert_bitwise(result[0], first[0], name="out")
-        assert_bitwise(result[1], first[1], name="lse")
+    in_all_schedules(case, num_sms, 3, impl=IMPL)
 
 
 # Range and precision: tests/test_decode_numerics.py has more, of the kernel of large batches.
@@ -272,18 +258,3 @@ def test_every_size_of_cluster(size):
         out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), impl=IMPL, config=config)
         assert_bitwise(out, first[0], name="out")
         assert_bitwise(lse, first[1], name="lse")
-
-
-@pytest.mark.gpu
-def test_waits_for_what_is_ahead_of_it():
-    """q is written by the kernel that is launched just ahead: a cluster that did not wait would read the old one."""
-    x, y = (make_inputs(Case(b=1, h_q=64, s_kv=3000, topk=2048, sink=True, seed=seed), "cuda") for seed in (0, 1))
-    q = torch.empty_like(x.q)
-    expected = [mla_cute.sparse_decode(t.q, x.kv_cache, x.indices, **x.kwargs(), impl=IMPL) for t in (x, y)]
-    got = []
-    for i in range(40):
-        q.copy_((x, y)[i % 2].q)
-        got.append(mla_cute.sparse_decode(q, x.kv_cache, x.indices, **x.kwargs(), impl=IMPL))
-    for i, (out, lse) in enumerate(got):
-        assert_bitwise(out, expected[i % 2][0], name="out")
-        assert_bitwise(lse, expected[i % 2][1], name="lse")

@@ -660,15 +660,16 @@ def test_clusters_give_the_same_bits_and_read_no_plan(sm90):
 
 
 @pytest.mark.gpu
-def test_clusters_wait_for_what_is_ahead_of_them(sm90):
+@pytest.mark.parametrize("other", [None, "mla_cute.sm90.sparse_decode_small"])
+def test_clusters_wait_for_what_is_ahead_of_them(other):
     """q is written by the kernel that is launched just ahead: a cluster that did not wait would read the old one."""
     x, y = (make_inputs(Case(b=1, h_q=64, s_kv=3000, topk=2048, sink=True, seed=seed), "cuda") for seed in (0, 1))
     q = torch.empty_like(x.q)
-    expected = [mla_cute.sparse_decode(t.q, x.kv_cache, x.indices, **x.kwargs()) for t in (x, y)]
+    expected = [mla_cute.sparse_decode(t.q, x.kv_cache, x.indices, **x.kwargs(), impl=other) for t in (x, y)]
     got = []
     for i in range(40):
         q.copy_((x, y)[i % 2].q)
-        got.append(mla_cute.sparse_decode(q, x.kv_cache, x.indices, **x.kwargs()))
+        got.append(mla_cute.sparse_decode(q, x.kv_cache, x.indices, **x.kwargs(), impl=other))
     for i, (out, lse) in enumerate(got):
         assert_bitwise(out, expected[i % 2][0], name="out")
         assert_bitwise(lse, expected[i % 2][1], name="lse")

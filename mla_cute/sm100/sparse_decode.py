@@ -84,6 +84,7 @@ from ..decode_kernel import (
     Part,
     PlanReader,
     Work,
+    check_config,
     fake_arguments,
     global_tensor,
     load_smem_16b,
@@ -190,21 +191,11 @@ class Config:
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError naming the field and the arithmetic when this Config cannot run `problem`."""
-        if problem.op != "sparse_decode" or problem.kv_format not in FORMATS:
-            raise NotImplementedError(
-                f"config: sm100.sparse_decode runs sparse_decode on a cache of {' or '.join(FORMATS)}, "
-                f"got {problem.op} on {problem.kv_format}"
-            )
-        for name in ("tile_n", "ctas", "k_slots", "raw_slots", "index_slots", "rescale_bits"):
+        check_config("sm100.sparse_decode", self, problem, TILE_N)
+        for name in ("ctas", "k_slots", "raw_slots", "index_slots", "rescale_bits"):
             check_int(f"config: {name}", getattr(self, name))
-        if self.fixed_overhead_blocks is not None:
-            check_int("config: fixed_overhead_blocks", self.fixed_overhead_blocks)
         if not isinstance(self.registers, tuple) or [type(r) for r in self.registers] != [int] * 3:
             raise ValueError(f"config: registers must be a tuple of 3 ints, got {self.registers!r}")
-        if self.tile_n != TILE_N:
-            raise ValueError(f"config: tile_n must be {TILE_N}, got {self.tile_n}")
-        if self.fixed_overhead_blocks is not None and self.fixed_overhead_blocks < 1:
-            raise ValueError(f"config: fixed_overhead_blocks must be at least 1, got {self.fixed_overhead_blocks}")
         if any(r % 8 or not 24 <= r <= 256 for r in self.registers) or sum(self.registers) > 504:
             raise ValueError(
                 f"config: registers must be multiples of 8 in 24..256, together at most 504, got {self.registers}"

@@ -23,20 +23,14 @@ def bulk_copy_to_peer(dst: Int32, src: Int32, num_bytes: Int32, mbar: Int32, ran
 
 
 def store_to_peer(dst: Int32, words: cute.Tensor, mbar: Int32, rank: Int32) -> None:
-    """The same of registers [4]."""
+    """The same of registers [4], or of one."""
+    n = cute.size(words)
+    vector, names = f".v{n}" if n > 1 else "", ", ".join(f"{{$r{3 + i}}}" for i in range(n))
+    names = f"{{{names}}}" if n > 1 else names
     inline_ptx(
         "{ .reg .b32 d, m; mapa.shared::cluster.u32 d, {$r0}, {$r2}; mapa.shared::cluster.u32 m, {$r1}, {$r2}; "
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [d], {{$r3}, {$r4}, {$r5}, {$r6}}, [m]; }",
-        read_only_args=[dst, mbar, rank, words[0], words[1], words[2], words[3]],
-    )
-
-
-def store_word_to_peer(dst: Int32, word: Uint32, mbar: Int32, rank: Int32) -> None:
-    """The same of one register."""
-    inline_ptx(
-        "{ .reg .b32 d, m; mapa.shared::cluster.u32 d, {$r0}, {$r2}; mapa.shared::cluster.u32 m, {$r1}, {$r2}; "
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [d], {$r3}, [m]; }",
-        read_only_args=[dst, mbar, rank, word],
+        f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [d], {names}, [m]; }}",
+        read_only_args=[dst, mbar, rank, *(words[i] for i in range(n))],
     )
 
 

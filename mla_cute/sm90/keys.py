@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Boolean, Float32, Uint32, cute
 
 from ..kv_cache import KVFormat
-from .helpers import bf16_to_fp16, fp16_pair, mul_bf16x2, mul_fp16x2, nan_if_inf
+from .helpers import bf16_to_fp16, fp16_pair, mul_bf16x2, nan_if_inf
 
 Q_SCALE = 16.0  # Q is divided by it to fit into fp16: values below 2 ** 20, in steps of 2 ** -20
 Q_SCALE_INVERSE = 0x3D803D80  # 1 / Q_SCALE, a pair of bf16
@@ -21,9 +21,9 @@ class KeyConversion:
     fmt: KVFormat
 
     def to_fragment(self, fragment: cute.Tensor, r: int, k) -> None:
-        """[8] pairs of columns of a lane's key r into its place among the registers of a column tile's four k-steps."""
+        """Pairs of columns of a lane's key r, two a k-step, into their place among the registers of the fragment's k-steps."""
         words = cute.recast_tensor(fragment, Uint32)
-        for s in range(len(k) // 2 if isinstance(k, list) else 4):
+        for s in range(cute.size(words) // 4):
             for h in (0, 1):  # 4 columns of k-step s are 2 pc, 2 pc + 1 (h = 0) and 2 pc + 8, 2 pc + 9 of its 16
                 words[4 * s + 2 * h + r] = k[2 * s + h]
 
@@ -39,27 +39,14 @@ class KeyConversion:
         bits = (field + 127 - cutlass.min(exponent, field + 127)) << 23
         return fp16_pair(Uint32(cutlass.select_(field == 255, Uint32(0x7FC00000), bits)).bitcast(Float32))
 
-    @cute.jit
-    def raise_exponent(self, exponents: cute.Tensor, scales: cute.Tensor, r: cutlass.Constexpr, words: list):
-        """Raises key r's exponent until its rope / 2 ** (exponent - 127) stays below 2 ** 16, and lowers its scales: a bound
-        first, the maximum where it fails."""
-        every = Uint32(0)
+    def rope_exponent(self, words: list) -> Uint32:
+        """The least exponent so that a key's rope / 2 ** (exponent - 127) stays below 2 ** 16. words: a lane's part of it."""
+        largest = Uint32(0)
         for word in words:
-            every = every | word
-        bound = ((every | (every << 16)) >> 23) & 255  # an exponent at least as large as each of them
-        if cute.arch.vote_any_sync(bound > exponents[r] + 15):
-            largest = Uint32(0)
-            for word in words:
-                largest = cutlass.max(largest, cutlass.max(word & 0x7FFF0000, (word << 16) & 0x7FFF0000))
-            for offset in (1, 2):
-                largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
-            exponent = cutlass.max(exponents[r], (largest >> 23) - cutlass.min(largest >> 23, Uint32(15)))
-            by = exponent - exponents[r]
-            exponents[r] = exponent
-            for part in cutlass.range_constexpr(2):  # in two steps, of 2 ** -24 at least: fp16's least number
-                factor = fp16_pair(((127 - cutlass.min((by + part) // 2, Uint32(25))) << 23).bitcast(Float32))
-                for i in cutlass.range_constexpr(cute.size(scales, mode=[1])):
-                    scales[r, i] = mul_fp16x2(scales[r, i], factor)
+            largest = cutlass.max(largest, cutlass.max(word & 0x7FFF0000, (word << 16) & 0x7FFF0000))
+        for offset in (1, 2):
+            largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
+        return (largest >> 23) - cutlass.min(largest >> 23, Uint32(15))
 
     def rope_to_bf16(self, codes: list[cute.Tensor], exponent: Uint32) -> list:
         """[4 for each of codes] bf16 pairs of rope over 2 ** (exponent - 127), exactly. Rope that is no part of V stays so,

@@ -77,6 +77,7 @@ from ..decode_kernel import (
     LOG2_E,
     Part,
     PlanReader,
+    check_config,
     fake_arguments,
     global_tensor,
     load_smem_16b,
@@ -86,7 +87,7 @@ from ..decode_kernel import (
     store_smem_16b,
 )
 from ..kv_cache import FORMATS, KVFormat
-from ..validate import Problem, check_int
+from ..validate import Problem
 from .helpers import (
     add_product,
     add_shared,
@@ -99,6 +100,7 @@ from .helpers import (
     fp16_pair,
     fragment_row,
     load_acquire_gpu,
+    mul_fp16x2,
     opaque,
     quad_transpose,
     store_matrices,
@@ -108,6 +110,7 @@ from .helpers import (
 from .keys import Q_SCALE, KeyConversion, over_keys
 
 INF = float("inf")
+TILE_N = 64  # keys of a block
 TILE_M = 64  # heads of a CTA: the M of a WGMMA
 SW128_COLUMNS = 64  # bf16 columns of one 128-byte swizzle row: the width of a K or Q "tile"
 WARPGROUP = 128
@@ -179,22 +182,11 @@ class Config:
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError naming the field and the arithmetic when this Config cannot run `problem`."""
-        if problem.op != "sparse_decode" or problem.kv_format not in FORMATS:
-            raise NotImplementedError(
-                f"config: sm90.sparse_decode runs sparse_decode on a cache of {' or '.join(FORMATS)}, "
-                f"got {problem.op} on {problem.kv_format}"
-            )
-        check_int("config: tile_n", self.tile_n)
-        if self.fixed_overhead_blocks is not None:
-            check_int("config: fixed_overhead_blocks", self.fixed_overhead_blocks)
+        check_config("sm90.sparse_decode", self, problem, TILE_N)
         if not isinstance(self.registers, tuple) or [type(r) for r in self.registers] != [int] * 2:
             raise ValueError(f"config: registers must be a tuple of 2 ints, got {self.registers!r}")
         if not isinstance(self.clustered, (bool, type(None))):
             raise ValueError(f"config: clustered must be None, True or False, got {self.clustered!r}")
-        if self.tile_n != 64:
-            raise ValueError(f"config: tile_n must be 64, got {self.tile_n}")
-        if self.fixed_overhead_blocks is not None and self.fixed_overhead_blocks < 1:
-            raise ValueError(f"config: fixed_overhead_blocks must be at least 1, got {self.fixed_overhead_blocks}")
         pool = 2 * self.registers[0] + self.registers[1]
         if any(r % 8 or not 24 <= r <= 240 for r in self.registers) or pool > 504:
             raise ValueError(
@@ -1008,6 +1000,23 @@ class SparseDecode(KeyConversion, PlanReader):
         for r in (0, 1):
             words = [half[i] for half in ahead.codes[self.v_tiles - 1][r] for i in range(4)]
             self.raise_exponent(ahead.exponents, ahead.scales, r, words)
+
+    @cute.jit
+    def raise_exponent(self, exponents: cute.Tensor, scales: cute.Tensor, r: cutlass.Constexpr, words: list):
+        """Raises key r's exponent until its rope / 2 ** (exponent - 127) stays below 2 ** 16, and lowers its scales: a bound
+        first, the maximum where it fails."""
+        every = Uint32(0)
+        for word in words:
+            every = every | word
+        bound = ((every | (every << 16)) >> 23) & 255  # an exponent at least as large as each of them
+        if cute.arch.vote_any_sync(bound > exponents[r] + 15):
+            exponent = cutlass.max(exponents[r], self.rope_exponent(words))
+            by = exponent - exponents[r]
+            exponents[r] = exponent
+            for part in cutlass.range_constexpr(2):  # in two steps, of 2 ** -24 at least: fp16's least number
+                factor = fp16_pair(((127 - cutlass.min((by + part) // 2, Uint32(25))) << 23).bitcast(Float32))
+                for i in cutlass.range_constexpr(self.fmt.num_scales):
+                    scales[r, i] = mul_fp16x2(scales[r, i], factor)
 
     def to_fp16(self, codes: list[cute.Tensor], scales: cute.Tensor, r: int, exponent: Uint32, tile: int) -> cute.Tensor:
         """Registers [8] of fp16 pairs of key r, over 2 ** (exponent - 127), from what `load_codes` returns."""

@@ -47,7 +47,9 @@ from ..decode_kernel import (
     LN_2,
     LOG2_E,
     PlanReader,
+    check_config,
     fake_arguments,
+    load_smem_8b,
     load_smem_16b,
     max_abs,
     smem_tensor,
@@ -64,7 +66,6 @@ from .helpers import (
     load_global_if,
     opaque,
     store_to_peer,
-    store_word_to_peer,
     wait_for_peers,
 )
 from .keys import Q_SCALE, KeyConversion, over_keys
@@ -142,18 +143,7 @@ class Config:
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError naming the field and the arithmetic when this Config cannot run `problem`."""
-        if problem.op != "sparse_decode" or problem.kv_format not in FORMATS:
-            raise NotImplementedError(
-                f"config: sm90.sparse_decode_small runs sparse_decode on a cache of {' or '.join(FORMATS)}, "
-                f"got {problem.op} on {problem.kv_format}"
-            )
-        check_int("config: tile_n", self.tile_n)
-        if self.tile_n != TILE:
-            raise ValueError(f"config: tile_n must be {TILE}, got {self.tile_n}")
-        if self.fixed_overhead_blocks is not None:
-            check_int("config: fixed_overhead_blocks", self.fixed_overhead_blocks)
-            if self.fixed_overhead_blocks < 1:
-                raise ValueError(f"config: fixed_overhead_blocks must be at least 1, got {self.fixed_overhead_blocks}")
+        check_config("sm90.sparse_decode_small", self, problem, TILE)
         if type(self.tile_h) not in (int, type(None)) or self.tile_h not in (None, 16, 32):
             raise ValueError(f"config: tile_h must be None, 16 or 32, got {self.tile_h!r}")
         if self.cluster is not None:
@@ -258,7 +248,6 @@ class SmallDecode(KeyConversion, PlanReader):
     """The kernel and its host function, specialised for one (Problem, Config)."""
 
     def __init__(self, problem: Problem, config: Config):
-        self.problem = problem
         self.h_q = problem.h_q
         self.heads = config.heads(problem)  # of a cluster
         self.log2_heads = self.heads.bit_length() - 1
@@ -294,12 +283,12 @@ class SmallDecode(KeyConversion, PlanReader):
     ):
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         rmem, smem = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM
-        qk, pv = (TILE, self.heads, 16), (TILE, self.heads, 16)
+        shape = (TILE, self.heads, 16)
         # S^T [64 keys, heads]: K from registers, Q from shared memory; V32's rope keeps bf16's range
-        mma_qk = cute.make_tiled_mma(warpgroup.MmaF16BF16Op(Float16, Float32, qk, rmem, K, K))
-        mma_rope = cute.make_tiled_mma(warpgroup.MmaF16BF16Op(BFloat16, Float32, qk, rmem, K, K))
+        mma_qk = cute.make_tiled_mma(warpgroup.MmaF16BF16Op(Float16, Float32, shape, rmem, K, K))
+        mma_rope = cute.make_tiled_mma(warpgroup.MmaF16BF16Op(BFloat16, Float32, shape, rmem, K, K))
         # O^T [64 columns, heads]: V and P both as they lie, keys outermost
-        mma_pv = cute.make_tiled_mma(warpgroup.MmaF16BF16Op(Float16, Float32, pv, smem, MN, MN))
+        mma_pv = cute.make_tiled_mma(warpgroup.MmaF16BF16Op(Float16, Float32, shape, smem, MN, MN))
 
         kind = warpgroup.SmemLayoutAtomKind
         atom = warpgroup.make_smem_layout_atom(kind.K_SW128, Float16)
@@ -458,8 +447,7 @@ class SmallDecode(KeyConversion, PlanReader):
             # ---- values ----
             if step > 0:
                 for j in cutlass.range_constexpr(self.heads // 8):
-                    pair = cute.make_rmem_tensor(2, Float32)
-                    cute.autovec_copy(smem_tensor(shared.alpha + (8 * j + 2 * me.pc) * 4, Float32, 2), pair)
+                    pair = load_smem_8b(shared.alpha + (8 * j + 2 * me.pc) * 4, Float32)
                     for tile in cutlass.range_constexpr(2):
                         for i in cutlass.range_constexpr(4):
                             accO[tile][4 * j + i] = accO[tile][4 * j + i] * pair[i % 2]
@@ -672,7 +660,7 @@ class SmallDecode(KeyConversion, PlanReader):
                 to = v_row + (4 * me.ch + tile) * (STEP * 128)
                 for r in (0, 1):
                     k, chunk = self.to_fp16(me, records, of_tile[r], exponents[r], r, tile, part)
-                    self.to_fragment(fragment, r, [k[i] for i in range(4)])
+                    self.to_fragment(fragment, r, k)
                     store_smem_16b(to + r * 1024 + ((chunk ^ me.g) * 16), k)  # a row's chunk j lies at j ^ (row % 8)
                 warpgroup.fence()
                 for s in (0, 1):
@@ -720,14 +708,10 @@ class SmallDecode(KeyConversion, PlanReader):
         slots = [smem_tensor(keys + 32 * r, Uint32, 1) for r in (0, 1)]
         if me.ch == 1:
             for r in cutlass.range_constexpr(2):
-                largest = Uint32(0)
-                for half in (records.codes[r][3], records.rope[r]):
-                    for i in (0, 1, 2, 3):
-                        largest = cutlass.max(largest, cutlass.max(half[i] & 0x7FFF0000, (half[i] << 16) & 0x7FFF0000))
-                for offset in (1, 2):
-                    largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
+                words = [half[i] for half in (records.codes[r][3], records.rope[r]) for i in (0, 1, 2, 3)]
+                exponent = self.rope_exponent(words)
                 if me.pc == 0:
-                    slots[r][0] = (largest >> 23) - cutlass.min(largest >> 23, Uint32(15))
+                    slots[r][0] = exponent
         cute.arch.barrier(barrier_id=1 + me.kb, number_of_threads=2 * WARPGROUP)
         for r in cutlass.range_constexpr(2):
             exponents[r] = slots[r][0]
@@ -833,9 +817,9 @@ class SmallDecode(KeyConversion, PlanReader):
 
     # ---- merge ----
 
-    def powers(self, me: Thread, accO: list[cute.Tensor]) -> tuple[list[Float32], Uint32]:
+    def powers(self, me: Thread, accO: list[cute.Tensor]) -> tuple[list[Float32], Float32]:
         """What makes the largest of a head's values, in the warp's 32 columns, 2 ** 14 to 2 ** 15: [2 j + e] for the lane's
-        heads; and the bits of what undoes it, of `head_of`'s."""
+        heads; and what undoes it, of `head_of`'s."""
         n, maxima = self.heads // 4, []
         for i in range(n):
             largest = Float32(0)
@@ -845,8 +829,8 @@ class SmallDecode(KeyConversion, PlanReader):
             maxima.append(largest)
         (largest,) = over_keys(maxima, me.lane, cute.arch.fmax)
         exponent = cutlass.max(largest.bitcast(Uint32) >> 23, Uint32(30))  # then both powers are normal numbers
-        factor = ((268 - exponent) << 23).bitcast(Float32)
-        return [cute.arch.shuffle_sync(factor, self.lane_of(me, i, n)) for i in range(n)], (exponent - 14) << 23
+        factor, power = (((x << 23).bitcast(Float32)) for x in (268 - exponent, exponent - 14))
+        return [cute.arch.shuffle_sync(factor, self.lane_of(me, i, n)) for i in range(n)], power
 
     @cute.jit
     def send(self, share: Request, me: Thread, shared: Shared, accO: list[cute.Tensor]):
@@ -870,7 +854,9 @@ class SmallDecode(KeyConversion, PlanReader):
                 store_to_peer(to, cute.recast_tensor(fp16, Uint32), full, peer)
             to = shared.powers + (at * self.heads + self.head_of(me, self.heads // 4)) * 4
             if me.g % (32 // self.heads) == 0:  # the others have the same
-                store_word_to_peer(to, power, full, peer)
+                word = cute.make_rmem_tensor(1, Float32)
+                word[0] = power
+                store_to_peer(to, cute.recast_tensor(word, Uint32), full, peer)
         pair, peer = me.tid & (self.heads // 2 - 1), me.tid >> (self.log2_heads - 1)  # of heads
         if peer < Int32(share.size):
             beside = cute.make_rmem_tensor(4, Float32)  # m, l of two heads
@@ -910,10 +896,8 @@ class SmallDecode(KeyConversion, PlanReader):
             power = shared.powers + (slot * pieces * self.heads + 8 * j + 2 * me.pc) * 4
             for p in cutlass.range(pieces, unroll=4):
                 of_piece = load_smem_16b(beside + p * (self.heads * 8), Float32)
-                powers = cute.make_rmem_tensor(2, Float32)
-                cute.autovec_copy(smem_tensor(power + p * (self.heads * 4), Float32, 2), powers)
-                words, values = cute.make_rmem_tensor(2, Uint32), cute.make_rmem_tensor(4, Float32)
-                cute.autovec_copy(smem_tensor(piece + p * self.unit_bytes, Uint32, 2), words)
+                powers = load_smem_8b(power + p * (self.heads * 4), Float32)
+                words, values = load_smem_8b(piece + p * self.unit_bytes), cute.make_rmem_tensor(4, Float32)
                 values.store(cute.recast_tensor(words, Float16).load().to(Float32))
                 for e in cutlass.range_constexpr(2):
                     weight = cute.math.exp2(of_piece[2 * e] - top[e], fastmath=True)
