@@ -23,7 +23,7 @@ def bulk_copy_to_peer(dst: Int32, src: Int32, num_bytes: Int32, mbar: Int32, ran
 
 
 def store_to_peer(dst: Int32, words: cute.Tensor, mbar: Int32, rank: Int32) -> None:
-    """The same of registers [4], or of one."""
+    """The same of registers [4], [2] or [1]."""
     n = cute.size(words)
     vector, names = f".v{n}" if n > 1 else "", ", ".join(f"{{$r{3 + i}}}" for i in range(n))
     names = f"{{{names}}}" if n > 1 else names
@@ -34,9 +34,24 @@ def store_to_peer(dst: Int32, words: cute.Tensor, mbar: Int32, rank: Int32) -> N
     )
 
 
-def copy_async_4b(dst: Int32, src: Int64) -> None:
-    """One lane's asynchronous copy global -> shared of 4 bytes, for `cp_async_commit_group` and `cp_async_wait_group`."""
-    inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[dst, src])
+def copy_async(dst: Int32, src: Int64, size: int, num_bytes: Uint32) -> None:
+    """One lane's asynchronous copy global -> shared of 8 or 16 bytes, for `cp_async_commit_group` and `cp_async_wait_group`.
+
+    num_bytes: `size`, or 0 for zeros, then `src` is not read.
+    """
+    level = "cg" if size == 16 else "ca"
+    inline_ptx(
+        f"cp.async.{level}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};", read_only_args=[dst, src, num_bytes]
+    )
+
+
+def shuffle_64(x: Int64, lane: Int32) -> Int64:
+    """The 64 bits that another lane of the warp has."""
+    code = (
+        "{ .reg .b32 low, high; mov.b64 {low, high}, {$r0}; shfl.sync.idx.b32 low, low, {$r1}, 31, 0xFFFFFFFF; "
+        "shfl.sync.idx.b32 high, high, {$r1}, 31, 0xFFFFFFFF; mov.b64 {$w0}, {low, high}; }"
+    )
+    return inline_ptx(code, write_only_types=[Int64], read_only_args=[x, lane])
 
 
 def load_global_if(words: cute.Tensor, address: Int64, is_wanted: Boolean) -> None:
