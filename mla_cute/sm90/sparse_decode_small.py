@@ -7,7 +7,7 @@ heads its N, so that few heads cost little. A block of 64 keys (t: key, h: head,
 
 | phase   | what a warpgroup does                                                              | ends with      |
 |---------|------------------------------------------------------------------------------------|----------------|
-| load    | each warp, two blocks ahead: its columns of 16 records to its own place, as it is   | its own wait   |
+| load    | (the first one) two blocks ahead: records as they lie, one bulk copy each           | a wait for it  |
 | scores  | its 128 columns: e4m3 * scale in fp16 -> V; S^T = K Q^T, K from registers           | barrier of all |
 | softmax | of 8 heads: sum of the four parts of S, maxima, P^T                                 | barrier of all |
 | values  | O^T = V^T P^T for its 128 columns, whose V no other warpgroup touches               | -              |
@@ -28,7 +28,7 @@ Why: at batch 1 the kernel of large batches (sparse_decode.py) takes 14 us on an
 converting warpgroup is a chain of 2,000 cycles a block, 64 heads make 64 KB a piece. Here four warpgroups share the conversion,
 and of 32 heads a piece is 32 KB, spread over twice as many CTAs.
 
-Shared memory (bytes, V32, 32 heads): V [64, 512] 65,536; records 2 x 45,056, later pieces; Q 36,864; parts of S 24,576; P
+Shared memory (bytes, V32, 32 heads): V [64, 512] 65,536; records 2 x 45,056, later pieces; Q comes in where V will be; Q 36,864; parts of S 24,576; P
 4,096; 4 K of small things. Sources of the ideas: FlashAttention (online softmax), FlashMLA (the op, the formats); the rest is
 ours.
 """
@@ -60,14 +60,12 @@ from ..kv_cache import FORMATS, KVFormat
 from ..validate import Problem, check_int
 from .helpers import (
     bf16_to_fp16,
+    bulk_copy_to_smem,
     copy_async,
     divide,
     e4m3_to_fp16,
     fp16_pair,
-    load_global_if,
     mul_bf16x2,
-    opaque,
-    shuffle_64,
     store_to_peer,
     wait_for_peers,
 )
@@ -136,16 +134,20 @@ class Config:
     def head_tiles(self, problem: Problem) -> int:
         return -(-problem.h_q // self.heads(problem))
 
+    def record_pitch(self, fmt: KVFormat) -> int:
+        """Bytes of a record's place: 64 modulo 128, so that what 8 lanes read of two records lies in different banks."""
+        return (fmt.row_bytes + 63) // 128 * 128 + 64
+
     def stage_bytes(self, fmt: KVFormat) -> int:
-        """Of a block's records, see `load_block`."""
-        return TILE * (D_V + (64 + 4 * 8 if fmt.d_qk == D_V else 128 + 4 * 16))
+        """Of a block's records; behind them MODEL1's scales, 8 bytes each, which lie elsewhere in a page."""
+        return TILE * (self.record_pitch(fmt) + (8 if fmt.scale_bytes == 1 else 0))
 
     def smem_bytes(self, fmt: KVFormat, heads: int) -> int:
         v = TILE * D_V * 2
         p = TILE * heads * 2
         q = heads * fmt.d_qk * 2
         exchange = heads // 8 * 3 * WARPGROUP * 16
-        small = heads * (2 * 4 * 4 + 2 * 4 + MAX_CLUSTER * 4) + TILE * 4 + 2 * 8 + 2 * 4
+        small = heads * (2 * 4 * 4 + 2 * 4 + MAX_CLUSTER * 4) + TILE * 4 + STAGES * 8 + (3 + STAGES) * 8 + 2 * 4
         return v + p + q + STAGES * self.stage_bytes(fmt) + exchange + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -229,6 +231,8 @@ class Records(NamedTuple):
 class Shared(NamedTuple):
     """Pointers and tensors in shared memory."""
 
+    q_full: cute.Pointer  # Q has arrived in V's place
+    raw_full: cute.Pointer  # [2] a block's records have arrived
     tops_full: cute.Pointer  # m of all CTAs that have blocks has arrived, and all are done with their records
     pieces_full: cute.Pointer  # and all else that is sent to this CTA
     known: cute.Pointer  # [2] int32: CTAs that have blocks, the first ones; 2^16 / size
@@ -236,7 +240,8 @@ class Shared(NamedTuple):
     sQ_rope: cute.Tensor  # the same as bf16, for V32's rope
     sV: cute.Tensor  # [512, 64]: columns first
     sP: cute.Tensor  # [heads, 64 keys]
-    raw: Int32  # [2 stages]: see `load_block`
+    raw: Int32  # [2 stages, 64 records]; behind each stage MODEL1's scales [64] of 8 bytes
+    valid: Int32  # [2 stages, 2] uint32: a bit for each of 32 keys, if it counts
     exchange: Int32  # [warpgroup that receives, 3, 128 threads] of 4 fp32: its heads' S of the others
     arrived: Int32  # in the place of records: [unit of this CTA, piece] of O, [8 pc + g] of 16 bytes for every 16 heads
     powers: Int32  # [unit of this CTA, piece, heads] fp32: what its fp16 stand for
@@ -264,6 +269,8 @@ class SmallDecode(KeyConversion, PlanReader):
         self.rope_is_v = self.fmt.d_qk == D_V
         self.unit_bytes = UNIT * self.heads * 2
         self.stage_bytes = config.stage_bytes(self.fmt)
+        self.record_pitch = config.record_pitch(self.fmt)
+        self.q_pitch = self.fmt.d_qk * 2 + 32  # bytes, where Q arrives: four rows lie in different banks
 
     @cute.jit
     def __call__(
@@ -315,6 +322,9 @@ class SmallDecode(KeyConversion, PlanReader):
             alpha: cute.struct.Align[cute.struct.MemRange[Float32, self.heads], 16]
             sink: cute.struct.Align[cute.struct.MemRange[Float32, self.heads], 16]
             rope_exponents: cute.struct.Align[cute.struct.MemRange[Uint32, TILE], 16]
+            valid: cute.struct.Align[cute.struct.MemRange[Uint32, STAGES * 2], 16]
+            q_full: cute.struct.MemRange[Int64, 1]
+            raw_full: cute.struct.MemRange[Int64, STAGES]
             tops_full: cute.struct.MemRange[Int64, 1]
             pieces_full: cute.struct.MemRange[Int64, 1]
             known: cute.struct.MemRange[Int32, 2]
@@ -355,20 +365,24 @@ class SmallDecode(KeyConversion, PlanReader):
         raw = Int32(storage.raw.data_ptr().toint())
         powers = raw + MAX_ARRIVING * self.unit_bytes
         shared = Shared(
-            storage.tops_full.data_ptr(), storage.pieces_full.data_ptr(), storage.known.data_ptr(), sQ,
+            storage.q_full.data_ptr(), storage.raw_full.data_ptr(), storage.tops_full.data_ptr(), storage.pieces_full.data_ptr(), storage.known.data_ptr(), sQ,
             storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=BFloat16),
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
-            raw, Int32(storage.exchange.data_ptr().toint()), raw, powers, powers + MAX_ARRIVING * self.heads * 4,
+            raw, Int32(storage.valid.data_ptr().toint()), Int32(storage.exchange.data_ptr().toint()), raw, powers, powers + MAX_ARRIVING * self.heads * 4,
             *(Int32(x.data_ptr().toint()) for x in (
                 storage.tops, storage.maxima, storage.sums, storage.alpha, storage.sink, storage.rope_exponents,
             )),
         )  # fmt: skip
         if tid == 0:
+            cute.arch.mbarrier_init(shared.q_full, 1)
+            for stage in cutlass.range_constexpr(STAGES):  # two warps; MODEL1: and each lane's copy of scales
+                cute.arch.mbarrier_init(shared.raw_full + stage, 2 + 64 * self.rope_is_v)
             cute.arch.mbarrier_init(shared.tops_full, Int32(cute.arch.cluster_size()) + 1)
             cute.arch.mbarrier_init(shared.pieces_full, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()  # they may be written to; the fence has released them
+        cute.arch.sync_threads()
         # The kernel is short: it is set up while the one ahead of it still runs, and lets the next one.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
@@ -376,17 +390,21 @@ class SmallDecode(KeyConversion, PlanReader):
         blocks = share.last_block - share.first_block
 
         # ---- load ----
-        masks, index = cute.make_rmem_tensor(STAGES, Uint32), cute.make_rmem_tensor(STAGES, Int32)
-        for i in cutlass.range_constexpr(STAGES):
-            masks[i] = Uint32(0)
-            index[i] = self.load_index(params, share, me, Int32(i))
+        index = cute.make_rmem_tensor(1, Int32)
+        index[0] = Int32(-1)
+        if me.wg == 0:
+            index[0] = self.load_index(params, share, me, me.w >> 1)
         sink = Float32(0)
         if const_expr(params.attn_sink is not None):
             sink = params.attn_sink[cutlass.min(share.head_tile * self.heads + tid % self.heads, self.h_q - 1)]
-        if tid == 0:
+        if (me.wg == 1) & (me.w == 0) & (blocks > 0):
+            self.copy_q(params, share, me, shared)
+        if tid == THREADS - 1:
             self.begin(share, shared)
+        if (me.wg == 0) & ((me.w >> 1) < blocks):
+            self.copy_records(params, share, me, shared, me.w >> 1, index)
         if blocks > 0:
-            self.load_first(params, share, me, shared, blocks, masks, index)
+            self.convert_q(share, me, shared)
 
         thr_qk, thr_pv = mma_qk.get_slice(me.t), mma_pv.get_slice(me.t)
         quarter = cute.local_tile(shared.sQ, (self.heads, QUARTER), (0, me.wg))
@@ -414,13 +432,11 @@ class SmallDecode(KeyConversion, PlanReader):
             cute.arch.mbarrier_arrive(shared.tops_full, tid)
 
         for n in cutlass.range(blocks, unroll=1):
-            me = self.thread(opaque(tid))  # or all addresses are computed once, and there are no registers to keep them
-            cute.arch.cp_async_wait_group(STAGES - 1)
-            # The warp's records are there for all its lanes, and the warpgroup's V may be written again.
-            cute.arch.barrier(barrier_id=1 + me.wg, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=1 + me.wg, number_of_threads=WARPGROUP)  # its V may be written again
+            cute.arch.mbarrier_wait(shared.raw_full + (n & 1), phase=(n >> 1) & 1)
 
             # ---- scores ----
-            exponents = self.scores(params, share, me, shared, mma_qk, mma_rope, rQ, rQ_rope, accS, n, blocks, masks, index)
+            exponents = self.scores(me, shared, mma_qk, mma_rope, rQ, rQ_rope, accS, n)
             logits = self.exchange(me, shared, accS)
 
             # ---- softmax ----
@@ -444,6 +460,8 @@ class SmallDecode(KeyConversion, PlanReader):
                 for tile in cutlass.range_constexpr(2):
                     cute.gemm(mma_pv, accO[tile], rV[tile][None, None, k], rP[None, None, k], accO[tile])
             warpgroup.commit_group()
+            if (me.wg == 0) & ((me.w >> 1) == (n & 1)) & (n + STAGES < blocks):  # all have read the records of block n
+                self.copy_records(params, share, me, shared, n + STAGES, index)
             warpgroup.wait_group(0)
 
         # ---- merge ----
@@ -495,15 +513,24 @@ class SmallDecode(KeyConversion, PlanReader):
 
     # ---- load ----
 
-    # A stage holds 64 records: codes [4 warpgroups, 64 keys, 128 bytes], chunks of 16 at c ^ 4 in odd rows, so that what eight
-    # lanes read at once lies in different banks; V32: rope [4, 64, 32 bytes]; MODEL1: half of rope [64, 64 bytes], the other
-    # half is with the codes; scales [4, 64, 16 or 8 bytes]. A warp copies what it reads itself.
+    @cute.jit
+    def copy_q(self, params: Params, share: Request, me: Thread, shared: Shared):
+        """By one warp: rows of Q into V's place, a lane a head."""
+        first = share.head_tile * self.heads
+        rows, row_bytes = cutlass.min(self.h_q - first, self.heads), self.fmt.d_qk * 2
+        if me.lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, rows * row_bytes)
+        cute.arch.sync_warp()
+        if me.lane < rows:
+            source = params.q[Int64(share.req), share.s_idx, first + me.lane, None].iterator.toint()
+            to = Int32(shared.sV.iterator.toint()) + me.lane * self.q_pitch
+            bulk_copy_to_smem(to, source, Int32(row_bytes), Int32(shared.q_full.toint()))
 
     @cute.jit
     def load_index(self, params: Params, share: Request, me: Thread, n: Int32) -> Int32:
-        """Of key lane % 16 of the warp's in block n; -1 past the request's tokens or the CTA's blocks."""
+        """Of a lane's key in block n, of which the warp has a half; -1 past the request's tokens or the CTA's blocks."""
         block = share.first_block + n
-        token, length = block * self.tile_n + 16 * me.w + (me.lane & 15), share.lengths.main
+        token, length = block * self.tile_n + 32 * (me.w & 1) + me.lane, share.lengths.main
         row = params.indices[Int64(share.req), share.s_idx, None].iterator.toint()
         if const_expr(params.extra_indices is not None):  # noqa: SIM102  one is decided at compile time
             if block >= share.lengths.main_blocks:
@@ -515,10 +542,10 @@ class SmallDecode(KeyConversion, PlanReader):
         return index
 
     @cute.jit
-    def load_block(self, params: Params, share: Request, me: Thread, shared: Shared, n: Int32, index: Int32) -> Uint32:
-        """Starts the copies of the warp's part of block n. Returns which of its 16 keys count, a bit each.
+    def copy_records(self, params: Params, share: Request, me: Thread, shared: Shared, n: Int32, index: cute.Tensor):
+        """Starts the copies of the warp's half of block n, a record a lane, and fetches the indices for the next time.
 
-        An index below 0 or past the cache is none: its P is 0, and 0 * NaN must not reach O, so it gets zeros.
+        An index below 0 or past the cache is none: its P is 0, and 0 * NaN must not reach O, so its place gets zeros.
         """
         page_block_size, num_blocks = Uint32(params.kv_cache.shape[1]), Uint32(params.kv_cache.shape[0])
         base, page_stride = params.kv_cache.iterator.toint(), Int64(params.kv_cache.stride[0])
@@ -527,92 +554,80 @@ class SmallDecode(KeyConversion, PlanReader):
             if share.first_block + n >= share.lengths.main_blocks:
                 page_block_size, num_blocks = Uint32(extra.shape[1]), Uint32(extra.shape[0])
                 base, page_stride = extra.iterator.toint(), Int64(extra.stride[0])
-        fmt = self.fmt
-        page = divide(Uint32(index), page_block_size)
-        offset = Uint32(index) - page * page_block_size
-        mask = Uint32(cute.arch.vote_ballot_sync((index >= 0) & (page < num_blocks)))
+        page = divide(Uint32(index[0]), page_block_size)
+        offset = Uint32(index[0]) - page * page_block_size
+        is_valid = (index[0] >= 0) & (page < num_blocks)
+        mask = Uint32(cute.arch.vote_ballot_sync(is_valid))
         start = base + Int64(page) * page_stride
-        record = start + Int64(offset) * fmt.row_bytes
-        key, stage = TILE * me.wg + 16 * me.w, self.stage(shared, n)
-
-        row, chunk = me.lane >> 3, me.lane & 7
-        to = stage + (key + row) * 128 + (chunk ^ ((row & 1) * 4)) * 16
-        for i in cutlass.range_constexpr(4):
-            source = shuffle_64(record, 4 * i + row) + (QUARTER * me.wg + chunk * 16 + fmt.nope_offset)
-            copy_async(to + i * 512, source, 16, self.bytes_if(mask, 4 * i + row, 16))
+        half, stage = me.w & 1, n & 1
+        first, full = self.stage(shared, n) + 32 * half * self.record_pitch, shared.raw_full + stage
+        if me.lane == 0:
+            smem_tensor(shared.valid + (2 * stage + half) * 4, Uint32, 1)[0] = mask
+            cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(mask) * self.fmt.row_bytes)
+        if mask != 0xFFFFFFFF:
+            self.clear(me, first, ~mask)
+        cute.arch.sync_warp()
+        if is_valid:
+            record = start + Int64(offset) * self.fmt.row_bytes
+            to = first + me.lane * self.record_pitch
+            bulk_copy_to_smem(to, record, Int32(self.fmt.row_bytes), Int32(full.toint()))
         if const_expr(self.rope_is_v):
-            if me.wg == 3:
-                row, chunk = me.lane >> 2, me.lane & 3
-                for i in cutlass.range_constexpr(2):
-                    source = shuffle_64(record, 8 * i + row) + (chunk * 16 + fmt.rope_offset + 64)
-                    to = self.rope_at(stage, 16 * me.w + 8 * i + row) + chunk * 16
-                    copy_async(to, source, 16, self.bytes_if(mask, 8 * i + row, 16))
-            if me.lane < 16:
-                plane = start + Int64(page_block_size) * fmt.row_bytes + Int64(offset) * fmt.scale_row_bytes
-                copy_async(self.scales_at(stage, key + me.lane), plane, 8, self.bytes_if(mask, me.lane, 8))
-        else:
-            row, chunk = me.lane >> 1, me.lane & 1
-            source = shuffle_64(record, row) + (32 * me.wg + chunk * 16 + fmt.rope_offset)
-            copy_async(self.rope_at(stage, key + row) + chunk * 16, source, 16, self.bytes_if(mask, row, 16))
-            if me.lane < 16:
-                to = self.scales_at(stage, key + me.lane)
-                copy_async(to, record + fmt.scale_offset, 16, self.bytes_if(mask, me.lane, 16))
-        return mask
-
-    def bytes_if(self, mask: Uint32, key: Int32, size: int) -> Uint32:
-        return ((mask >> Uint32(key)) & 1) * size
-
-    def stage(self, shared: Shared, n: Int32) -> Int32:
-        return shared.raw + (n & (STAGES - 1)) * self.stage_bytes
-
-    def rope_at(self, stage: Int32, key: Int32) -> Int32:
-        """key: V32: 64 wg + that of the block."""
-        return stage + TILE * D_V + key * (64 if self.rope_is_v else 32)
-
-    def scales_at(self, stage: Int32, key: Int32) -> Int32:
-        """key: 64 wg + that of the block."""
-        return stage + TILE * (D_V + (64 if self.rope_is_v else 128)) + key * (8 if self.rope_is_v else 16)
+            scales = start + Int64(page_block_size) * self.fmt.row_bytes + Int64(offset) * self.fmt.scale_row_bytes
+            copy_async(self.scales_at(shared, n, 32 * half + me.lane), scales, 8, Uint32(is_valid) * 8)
+            cute.arch.cp_async_mbarrier_arrive_noinc(full)
+        index[0] = self.load_index(params, share, me, n + STAGES)
 
     @cute.jit
-    def load_first(
-        self, params: Params, share: Request, me: Thread, shared: Shared, blocks: Int32, masks: cute.Tensor, index: cute.Tensor
-    ):  # fmt: skip
-        """The first blocks' records, and meanwhile Q to shared memory, converted: 32 columns of a row at a time.
+    def clear(self, me: Thread, first: Int32, mask: Uint32):
+        """Zeros for the records of `mask`, of 32."""
+        zeros = cute.make_rmem_tensor(4, Uint32)
+        zeros.fill(0)
+        for i in cutlass.range(32, unroll=1):
+            if (mask >> Uint32(i)) & 1 == 1:
+                for at in cutlass.range(me.lane * 16, self.fmt.row_bytes, 512, unroll=1):
+                    store_smem_16b(first + i * self.record_pitch + at, zeros)
+        cute.arch.fence_proxy("async.shared", space="cta")  # a copy comes there later
+        cute.arch.sync_warp()
 
-        Heads past h_q are zeros. A lane has chunks 2 j + i of a tile's 8, of rope 4 i + j (`query_words`). V32's rope, the ninth
-        tile, by the threads that begin with it again.
+    def stage(self, shared: Shared, n: Int32) -> Int32:
+        return shared.raw + (n & 1) * self.stage_bytes
+
+    def scales_at(self, shared: Shared, n: Int32, key: Int32) -> Int32:
+        if self.rope_is_v:
+            return self.stage(shared, n) + TILE * self.record_pitch + key * 8
+        return self.stage(shared, n) + key * self.record_pitch + self.fmt.scale_offset
+
+    @cute.jit
+    def convert_q(self, share: Request, me: Thread, shared: Shared):
+        """Q from V's place to its own, converted: 32 columns of a row at a time, V32's rope by the threads that begin again.
+
+        Heads past h_q are zeros. A lane has chunks 2 j + i of a tile's 8, of rope 4 i + j (`query_words`).
         """
-        unit, chunks = me.tid, []
-        i, row = unit & 1, (unit >> 1) & (self.heads - 1)
-        tile, head = unit >> (self.log2_heads + 1), share.head_tile * self.heads + row
-        is_head = head < self.h_q
-        source = params.q[Int64(share.req), share.s_idx, cutlass.min(head, self.h_q - 1), None].iterator.toint()
-        for j in (0, 1, 2, 3):
-            chunk, c = cute.make_rmem_tensor(4, Uint32), 2 * j + i
-            if const_expr(self.rope_is_v):
-                c = cutlass.select_(tile == 7, 4 * i + j, c)
-            load_global_if(chunk, source + (tile * 128 + c * 16), is_head & (tile < 8))
-            chunks.append(chunk)
-        rope = [cute.make_rmem_tensor(4, Uint32) for _ in range(4)]
-        if const_expr(not self.rope_is_v):
-            for j in (0, 1, 2, 3):
-                load_global_if(rope[j], source + (8 * 128 + (4 * i + j) * 16), is_head & (tile == 0))
-        cute.arch.sync_threads()  # or the compiler waits for the indices before it asks for Q
-        masks[0] = self.load_block(params, share, me, shared, Int32(0), index[0])
-        cute.arch.cp_async_commit_group()
-        if blocks > 1:
-            masks[1] = self.load_block(params, share, me, shared, Int32(1), index[1])
-        cute.arch.cp_async_commit_group()
-        index[0] = self.load_index(params, share, me, Int32(2))
-        to = Int32(shared.sQ.iterator.toint()) + tile * (self.heads * 128) + row * 128
+        tile = me.tid >> (self.log2_heads + 1)
+        cute.arch.mbarrier_wait(shared.q_full, phase=0)
         if tile < 8:
-            for k in cutlass.range_constexpr(4):  # k-step 2 i + k / 2
-                store_smem_16b(to + ((4 * i + k) ^ (row & 7)) * 16, self.query_words(chunks, k, False))
+            self.convert_tile(share, me, shared, tile, False)
         if const_expr(not self.rope_is_v):  # noqa: SIM102  one is decided at compile time
             if tile == 0:
-                for k in cutlass.range_constexpr(4):
-                    store_smem_16b(to + 8 * self.heads * 128 + ((4 * i + k) ^ (row & 7)) * 16, self.rope_words(rope, k))
+                self.convert_tile(share, me, shared, Int32(8), True)
         cute.arch.fence_proxy("async.shared", space="cta")  # becomes visible to WGMMA
+
+    @cute.jit
+    def convert_tile(self, share: Request, me: Thread, shared: Shared, tile: Int32, is_rope: cutlass.Constexpr):
+        i, row = me.tid & 1, (me.tid >> 1) & (self.heads - 1)
+        source = Int32(shared.sV.iterator.toint()) + row * self.q_pitch + tile * 128
+        chunks = [cute.make_rmem_tensor(4, Uint32) for _ in range(4)]
+        for j in cutlass.range_constexpr(4):
+            c = 4 * i + j if is_rope else 2 * j + i
+            if const_expr(self.rope_is_v):
+                c = cutlass.select_(tile == 7, 4 * i + j, c)
+            chunks[j].fill(0)
+            if share.head_tile * self.heads + row < self.h_q:
+                cute.autovec_copy(smem_tensor(source + c * 16, Uint32, 4), chunks[j])
+        to = Int32(shared.sQ.iterator.toint()) + row * 128 + tile * (self.heads * 128)
+        for k in cutlass.range_constexpr(4):  # k-step 2 i + k / 2
+            words = self.rope_words(chunks, k) if is_rope else self.query_words(chunks, k, False)
+            store_smem_16b(to + ((4 * i + k) ^ (row & 7)) * 16, words)
 
     def rope_words(self, chunks: list[cute.Tensor], k: int) -> cute.Tensor:
         """Registers [4]: V32's rope of Q / Q_SCALE in bf16, as `query_words`, in the order in which a lane holds 4 columns of K
@@ -626,48 +641,42 @@ class SmallDecode(KeyConversion, PlanReader):
 
     @cute.jit
     def read_records(self, me: Thread, shared: Shared, n: Int32, records: Records):
-        """Of block n, from where the warp has copied them to."""
-        stage, key = self.stage(shared, n), 16 * me.w + me.g
-        codes = stage + (TILE * me.wg + key) * 128 + (me.pc ^ ((me.g & 1) * 4)) * 16
+        """Of block n."""
+        key, fmt = 16 * me.w + me.g, self.fmt
+        record = self.stage(shared, n) + key * self.record_pitch
         for r in cutlass.range_constexpr(2):
+            mine = record + r * 8 * self.record_pitch + me.pc * 16
             for tile in (0, 1):
-                cute.autovec_copy(smem_tensor((codes ^ (64 * tile)) + r * 1024, Uint32, 4), records.codes[r][tile])
-            of_wg = TILE * me.wg + key + 8 * r
-            scales = self.scales_at(stage, of_wg)
+                cute.autovec_copy(
+                    smem_tensor(mine + (fmt.nope_offset + 128 * me.wg + 64 * tile), Uint32, 4), records.codes[r][tile]
+                )
+            scales = self.scales_at(shared, n, key + 8 * r)
             cute.autovec_copy(smem_tensor(scales, Uint32, cute.size(records.scales[r])), records.scales[r])
-            if const_expr(not self.rope_is_v):
-                cute.autovec_copy(smem_tensor(self.rope_at(stage, of_wg) + me.pc * 8, Uint32, 2), records.rope[r])
-            elif me.wg == 3:
-                cute.autovec_copy(smem_tensor(self.rope_at(stage, key + 8 * r) + me.pc * 16, Uint32, 4), records.rope[r])
+            if const_expr(self.rope_is_v):
+                cute.autovec_copy(smem_tensor(mine + (fmt.rope_offset + 64), Uint32, 4), records.rope[r])
+            else:
+                rope = mine - me.pc * 8 + (fmt.rope_offset + 32 * me.wg)
+                cute.autovec_copy(smem_tensor(rope, Uint32, 2), records.rope[r])
 
     @cute.jit
     def scores(
-        self, params: Params, share: Request, me: Thread, shared: Shared, mma_qk: cute.TiledMma, mma_rope: cute.TiledMma,
-        rQ: cute.Tensor, rQ_rope: cute.Tensor, accS: cute.Tensor, n: Int32, blocks: Int32, masks: cute.Tensor,
-        index: cute.Tensor,
+        self, me: Thread, shared: Shared, mma_qk: cute.TiledMma, mma_rope: cute.TiledMma, rQ: cute.Tensor, rQ_rope: cute.Tensor,
+        accS: cute.Tensor, n: Int32,
     ) -> cute.Tensor:  # fmt: skip
-        """accS = K Q^T over the warpgroup's columns, and these columns of V; starts the copies of block n + 2. Returns the
-        exponents of the lane's keys [2], 0 for those that do not count."""
+        """accS = K Q^T over the warpgroup's columns, and these columns of V. Returns the exponents of the lane's keys [2],
+        0 for those that do not count."""
         records = Records(
             [[cute.make_rmem_tensor(4, Uint32) for _ in (0, 1)] for _ in (0, 1)],
             [cute.make_rmem_tensor(4 if self.rope_is_v else 2, Uint32) for _ in (0, 1)],
             [cute.make_rmem_tensor(2 if self.rope_is_v else 4, Uint32) for _ in (0, 1)],
         )
-        if const_expr(self.rope_is_v):
-            for r in cutlass.range_constexpr(2):
-                records.rope[r].fill(0)
         self.read_records(me, shared, n, records)
         scales, exponents = self.scales_of(me, shared, records)
         self.multiply(me, shared, mma_qk, mma_rope, rQ, rQ_rope, accS, records, scales, exponents)
+        valid = smem_tensor(shared.valid + ((n & 1) * 2 + (me.w >> 1)) * 4, Uint32, 1)[0]
         for r in cutlass.range_constexpr(2):
-            counts = (masks[0] >> Uint32(me.g + 8 * r)) & 1
+            counts = (valid >> Uint32(16 * (me.w & 1) + me.g + 8 * r)) & 1
             exponents[r] = cutlass.select_(counts == 1, exponents[r], Uint32(0))
-        masks[0] = masks[1]
-        if n + STAGES < blocks:  # all lanes have read what these copies overwrite
-            cute.arch.sync_warp()
-            masks[1] = self.load_block(params, share, me, shared, n + STAGES, index[0])
-            index[0] = self.load_index(params, share, me, n + STAGES + 1)
-        cute.arch.cp_async_commit_group()
         warpgroup.wait_group(0)
         return exponents
 
