@@ -7,7 +7,7 @@ heads its N, so that few heads cost little. A block of 64 keys (t: key, h: head,
 
 | phase   | what a warpgroup does                                                              | ends with      |
 |---------|------------------------------------------------------------------------------------|----------------|
-| load    | (the first one) two blocks ahead: records as they lie, one bulk copy each           | a wait for it  |
+| load    | each warp 8 records of every second block, as they lie: bulk copies, two ahead      | a wait for them |
 | scores  | its 128 columns: e4m3 * scale in fp16 -> V; S^T = K Q^T, K from registers           | barrier of all |
 | softmax | of 8 heads: sum of the four parts of S, maxima, P^T                                 | barrier of all |
 | values  | O^T = V^T P^T for its 128 columns, whose V no other warpgroup touches               | -              |
@@ -19,10 +19,10 @@ heads its N, so that few heads cost little. A block of 64 keys (t: key, h: head,
  5. P = exp2(z - m') <= 2^7 in fp16; l = l * alpha + sum over t of P / 2^x(t)
  6. O = alpha * O + P V: the exponents of P and V cancel
 Once a CTA knows its last m it tells the whole cluster, which also says that its place for records is free. With all of
-them each CTA knows what its piece counts, exp2(m - max m). The columns are dealt out, 16 at a time: each CTA sends its
-piece of them to the CTA that merges them, straight from registers, in fp16 over a power of two for each head, and with it
-what that power stands for, weight included; its weighted l goes to all. A merge adds products. A CTA waits for what is
-sent to it, so none ends before.
+them each CTA knows what its piece counts, exp2(m - max m), and sends its l, weighted so, to all while the last product
+runs. The columns are dealt out, 16 at a time: each CTA sends its piece of them, weighted, to the CTA that merges them, straight
+from registers, in fp16 over a power of two. A merge adds products. A CTA waits for what is sent to it, so none
+ends before.
 
 Why: at batch 1 the kernel of large batches (sparse_decode.py) takes 14 us on an H200 for two blocks a CTA. Its one
 converting warpgroup is a chain of 2,000 cycles a block, 64 heads make 64 KB a piece. Here four warpgroups share the conversion,
@@ -147,7 +147,7 @@ class Config:
         p = TILE * heads * 2
         q = heads * fmt.d_qk * 2
         exchange = heads // 8 * 3 * WARPGROUP * 16
-        small = heads * (2 * 4 * 4 + 2 * 4 + MAX_CLUSTER * 4) + TILE * 4 + STAGES * 8 + (3 + STAGES) * 8 + 2 * 4
+        small = heads * (2 * 4 * 4 + 2 * 4 + MAX_CLUSTER * 4) + TILE * 4 + STAGES * 8 * 4 + (4 + STAGES) * 8 + 2 * 4
         return v + p + q + STAGES * self.stage_bytes(fmt) + exchange + small + 1024  # an alignment
 
     def check(self, problem: Problem) -> None:
@@ -234,17 +234,18 @@ class Shared(NamedTuple):
     q_full: cute.Pointer  # Q has arrived in V's place
     raw_full: cute.Pointer  # [2] a block's records have arrived
     tops_full: cute.Pointer  # m of all CTAs that have blocks has arrived, and all are done with their records
-    pieces_full: cute.Pointer  # and all else that is sent to this CTA
+    sums_full: cute.Pointer  # and their l
+    pieces_full: cute.Pointer  # and their O, of this CTA's columns
     known: cute.Pointer  # [2] int32: CTAs that have blocks, the first ones; 2^16 / size
     sQ: cute.Tensor  # [heads, d_qk] fp16
     sQ_rope: cute.Tensor  # the same as bf16, for V32's rope
     sV: cute.Tensor  # [512, 64]: columns first
     sP: cute.Tensor  # [heads, 64 keys]
     raw: Int32  # [2 stages, 64 records]; behind each stage MODEL1's scales [64] of 8 bytes
-    valid: Int32  # [2 stages, 2] uint32: a bit for each of 32 keys, if it counts
+    valid: Int32  # [2 stages, 8] uint32: a bit for each of 8 keys, if it counts
     exchange: Int32  # [warpgroup that receives, 3, 128 threads] of 4 fp32: its heads' S of the others
-    arrived: Int32  # in the place of records: [unit of this CTA, piece] of O, [8 pc + g] of 16 bytes for every 16 heads
-    powers: Int32  # [unit of this CTA, piece, heads] fp32: what its fp16 stand for
+    arrived: Int32  # in the place of records: [unit of this CTA, piece] of O, for every 16 heads 16 bytes a lane, see `slot`
+    powers: Int32  # [unit of this CTA, 16 pieces] fp32: what its fp16 stand over
     arrived_sums: Int32  # [piece, heads] fp32: l, weighted
     tops: Int32  # [piece, heads] fp32: m
     maxima: Int32  # [heads, 4 warps] fp32
@@ -322,10 +323,11 @@ class SmallDecode(KeyConversion, PlanReader):
             alpha: cute.struct.Align[cute.struct.MemRange[Float32, self.heads], 16]
             sink: cute.struct.Align[cute.struct.MemRange[Float32, self.heads], 16]
             rope_exponents: cute.struct.Align[cute.struct.MemRange[Uint32, TILE], 16]
-            valid: cute.struct.Align[cute.struct.MemRange[Uint32, STAGES * 2], 16]
+            valid: cute.struct.Align[cute.struct.MemRange[Uint32, STAGES * 8], 16]
             q_full: cute.struct.MemRange[Int64, 1]
             raw_full: cute.struct.MemRange[Int64, STAGES]
             tops_full: cute.struct.MemRange[Int64, 1]
+            sums_full: cute.struct.MemRange[Int64, 1]
             pieces_full: cute.struct.MemRange[Int64, 1]
             known: cute.struct.MemRange[Int32, 2]
 
@@ -365,24 +367,25 @@ class SmallDecode(KeyConversion, PlanReader):
         raw = Int32(storage.raw.data_ptr().toint())
         powers = raw + MAX_ARRIVING * self.unit_bytes
         shared = Shared(
-            storage.q_full.data_ptr(), storage.raw_full.data_ptr(), storage.tops_full.data_ptr(), storage.pieces_full.data_ptr(), storage.known.data_ptr(), sQ,
+            storage.q_full.data_ptr(), storage.raw_full.data_ptr(), storage.tops_full.data_ptr(), storage.sums_full.data_ptr(),
+            storage.pieces_full.data_ptr(), storage.known.data_ptr(), sQ,
             storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=BFloat16),
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
-            raw, Int32(storage.valid.data_ptr().toint()), Int32(storage.exchange.data_ptr().toint()), raw, powers, powers + MAX_ARRIVING * self.heads * 4,
+            raw, Int32(storage.valid.data_ptr().toint()), Int32(storage.exchange.data_ptr().toint()), raw, powers, powers + MAX_ARRIVING * MAX_CLUSTER * 4,
             *(Int32(x.data_ptr().toint()) for x in (
                 storage.tops, storage.maxima, storage.sums, storage.alpha, storage.sink, storage.rope_exponents,
             )),
         )  # fmt: skip
         if tid == 0:
             cute.arch.mbarrier_init(shared.q_full, 1)
-            for stage in cutlass.range_constexpr(STAGES):  # two warps; MODEL1: and each lane's copy of scales
-                cute.arch.mbarrier_init(shared.raw_full + stage, 2 + 64 * self.rope_is_v)
+            for stage in cutlass.range_constexpr(STAGES):  # eight warps; MODEL1: and every key's scales
+                cute.arch.mbarrier_init(shared.raw_full + stage, 8 + TILE * self.rope_is_v)
             cute.arch.mbarrier_init(shared.tops_full, Int32(cute.arch.cluster_size()) + 1)
+            cute.arch.mbarrier_init(shared.sums_full, 1)
             cute.arch.mbarrier_init(shared.pieces_full, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()  # they may be written to; the fence has released them
-        cute.arch.sync_threads()
         # The kernel is short: it is set up while the one ahead of it still runs, and lets the next one.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
@@ -392,17 +395,17 @@ class SmallDecode(KeyConversion, PlanReader):
         # ---- load ----
         index = cute.make_rmem_tensor(1, Int32)
         index[0] = Int32(-1)
-        if me.wg == 0:
-            index[0] = self.load_index(params, share, me, me.w >> 1)
+        index[0] = self.load_index(params, share, me, me.wg >> 1)
+        cute.arch.sync_threads()  # the barriers are set up
         sink = Float32(0)
         if const_expr(params.attn_sink is not None):
             sink = params.attn_sink[cutlass.min(share.head_tile * self.heads + tid % self.heads, self.h_q - 1)]
-        if (me.wg == 1) & (me.w == 0) & (blocks > 0):
+        if blocks > 0:
             self.copy_q(params, share, me, shared)
         if tid == THREADS - 1:
             self.begin(share, shared)
-        if (me.wg == 0) & ((me.w >> 1) < blocks):
-            self.copy_records(params, share, me, shared, me.w >> 1, index)
+        if (me.wg >> 1) < blocks:
+            self.copy_records(params, share, me, shared, me.wg >> 1, index)
         if blocks > 0:
             self.convert_q(share, me, shared)
 
@@ -432,6 +435,7 @@ class SmallDecode(KeyConversion, PlanReader):
             cute.arch.mbarrier_arrive(shared.tops_full, tid)
 
         for n in cutlass.range(blocks, unroll=1):
+            warpgroup.wait_group(0)  # for O of the block before
             cute.arch.barrier(barrier_id=1 + me.wg, number_of_threads=WARPGROUP)  # its V may be written again
             cute.arch.mbarrier_wait(shared.raw_full + (n & 1), phase=(n >> 1) & 1)
 
@@ -456,26 +460,31 @@ class SmallDecode(KeyConversion, PlanReader):
                             accO[tile][4 * j + i] = accO[tile][4 * j + i] * pair[i % 2]
             warpgroup.fence()
             mma_pv.set(warpgroup.Field.ACCUMULATE, True)
-            for k in cutlass.range_constexpr(TILE // 16):
-                for tile in cutlass.range_constexpr(2):
+            for tile in cutlass.range_constexpr(2):
+                for k in cutlass.range_constexpr(TILE // 16):
                     cute.gemm(mma_pv, accO[tile], rV[tile][None, None, k], rP[None, None, k], accO[tile])
-            warpgroup.commit_group()
-            if (me.wg == 0) & ((me.w >> 1) == (n & 1)) & (n + STAGES < blocks):  # all have read the records of block n
+                warpgroup.commit_group()
+            if ((me.wg >> 1) == (n & 1)) & (n + STAGES < blocks):  # all have read the records of block n
                 self.copy_records(params, share, me, shared, n + STAGES, index)
-            warpgroup.wait_group(0)
 
         # ---- merge ----
         wait_for_peers(Int32(shared.tops_full.toint()))
         known = cute.make_tensor(shared.known, 2)
         pieces, inverse = known[0], known[1]
-        head = self.head_of(me, 2 * self.groups)  # lane's
-        of_all = Float32(-1e30)
+        head, weight = self.head_of(me, 2 * self.groups), Float32(0)  # the lane's
+        top = Float32(-1e30)
         for p in cutlass.range(pieces, unroll=4):
-            of_all = cute.arch.fmax(of_all, smem_tensor(shared.tops + (p * self.heads + head) * 4, Float32, 1)[0])
+            top = cute.arch.fmax(top, smem_tensor(shared.tops + (p * self.heads + head) * 4, Float32, 1)[0])
         if blocks > 0:
             own = smem_tensor(shared.tops + (Int32(share.rank) * self.heads + head) * 4, Float32, 1)[0]
-            self.send(share, me, shared, pieces, inverse, accO, cute.math.exp2(own - of_all, fastmath=True))
-        self.merge(params, share, me, shared, pieces, inverse, of_all)
+            weight = cute.math.exp2(own - top, fastmath=True)
+            self.send_sums(share, me, shared, head, weight)
+        for tile in cutlass.range_constexpr(2):
+            warpgroup.wait_group(1 - tile)  # while the first is on its way, the second is still being multiplied
+            if blocks > 0:
+                self.send(share, me, shared, pieces, inverse, tile, accO[tile], weight)
+        factor = self.finish_heads(params, share, me, shared, pieces, head, top)
+        self.merge(params, share, me, shared, pieces, inverse, factor)
 
     def thread(self, tid: Int32) -> Thread:
         wg, t, lane = cute.arch.make_warp_uniform(tid >> 7), tid & 127, tid & 31  # `//` would allow for negative numbers
@@ -508,42 +517,47 @@ class SmallDecode(KeyConversion, PlanReader):
         known = cute.make_tensor(shared.known, 2)
         known[0], known[1] = pieces, inverse
         cute.arch.mbarrier_arrive_and_expect_tx(shared.tops_full, pieces * (self.heads * 4))
-        each = self.units(share, inverse) * (self.unit_bytes + self.heads * 4) + self.heads * 4
-        cute.arch.mbarrier_arrive_and_expect_tx(shared.pieces_full, pieces * each)
+        cute.arch.mbarrier_arrive_and_expect_tx(shared.sums_full, pieces * (self.heads * 4))
+        of_piece = self.units(share, inverse) * (self.unit_bytes + 4)
+        cute.arch.mbarrier_arrive_and_expect_tx(shared.pieces_full, pieces * of_piece)
 
     # ---- load ----
 
     @cute.jit
     def copy_q(self, params: Params, share: Request, me: Thread, shared: Shared):
-        """By one warp: rows of Q into V's place, a lane a head."""
+        """Rows of Q into V's place, a warp two (or one) of them."""
         first = share.head_tile * self.heads
         rows, row_bytes = cutlass.min(self.h_q - first, self.heads), self.fmt.d_qk * 2
-        if me.lane == 0:
+        if me.tid == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(shared.q_full, rows * row_bytes)
-        cute.arch.sync_warp()
-        if me.lane < rows:
-            source = params.q[Int64(share.req), share.s_idx, first + me.lane, None].iterator.toint()
-            to = Int32(shared.sV.iterator.toint()) + me.lane * self.q_pitch
+        row = self.heads // 16 * (4 * me.wg + me.w) + me.lane
+        if (me.lane < self.heads // 16) & (row < rows):
+            source = params.q[Int64(share.req), share.s_idx, first + row, None].iterator.toint()
+            to = Int32(shared.sV.iterator.toint()) + row * self.q_pitch
             bulk_copy_to_smem(to, source, Int32(row_bytes), Int32(shared.q_full.toint()))
 
     @cute.jit
     def load_index(self, params: Params, share: Request, me: Thread, n: Int32) -> Int32:
-        """Of a lane's key in block n, of which the warp has a half; -1 past the request's tokens or the CTA's blocks."""
+        """Of a lane's key in block n, of which the warp has an eighth; -1 past the request's tokens or the CTA's blocks."""
         block = share.first_block + n
-        token, length = block * self.tile_n + 32 * (me.w & 1) + me.lane, share.lengths.main
+        token, length = block * self.tile_n + self.first_key(me) + me.lane, share.lengths.main
         row = params.indices[Int64(share.req), share.s_idx, None].iterator.toint()
         if const_expr(params.extra_indices is not None):  # noqa: SIM102  one is decided at compile time
             if block >= share.lengths.main_blocks:
                 token, length = token - share.lengths.main_blocks * self.tile_n, share.lengths.extra
                 row = params.extra_indices[Int64(share.req), share.s_idx, None].iterator.toint()
         index = Int32(-1)
-        if (block < share.last_block) & (token < length):
+        if (me.lane < 8) & (block < share.last_block) & (token < length):
             index = global_tensor(row + Int64(token) * 4, Int32, 1)[0]
         return index
 
+    def first_key(self, me: Thread) -> Int32:
+        """Of the eight in a block that the warp copies."""
+        return 32 * (me.wg & 1) + 8 * me.w
+
     @cute.jit
     def copy_records(self, params: Params, share: Request, me: Thread, shared: Shared, n: Int32, index: cute.Tensor):
-        """Starts the copies of the warp's half of block n, a record a lane, and fetches the indices for the next time.
+        """Starts the copies of the warp's part of block n, a record a lane, and fetches the indices for the next time.
 
         An index below 0 or past the cache is none: its P is 0, and 0 * NaN must not reach O, so its place gets zeros.
         """
@@ -559,12 +573,12 @@ class SmallDecode(KeyConversion, PlanReader):
         is_valid = (index[0] >= 0) & (page < num_blocks)
         mask = Uint32(cute.arch.vote_ballot_sync(is_valid))
         start = base + Int64(page) * page_stride
-        half, stage = me.w & 1, n & 1
-        first, full = self.stage(shared, n) + 32 * half * self.record_pitch, shared.raw_full + stage
+        key, stage = self.first_key(me), n & 1
+        first, full = self.stage(shared, n) + key * self.record_pitch, shared.raw_full + stage
         if me.lane == 0:
-            smem_tensor(shared.valid + (2 * stage + half) * 4, Uint32, 1)[0] = mask
+            smem_tensor(shared.valid + (8 * stage + key // 8) * 4, Uint32, 1)[0] = mask
             cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(mask) * self.fmt.row_bytes)
-        if mask != 0xFFFFFFFF:
+        if mask != 0xFF:
             self.clear(me, first, ~mask)
         cute.arch.sync_warp()
         if is_valid:
@@ -573,16 +587,17 @@ class SmallDecode(KeyConversion, PlanReader):
             bulk_copy_to_smem(to, record, Int32(self.fmt.row_bytes), Int32(full.toint()))
         if const_expr(self.rope_is_v):
             scales = start + Int64(page_block_size) * self.fmt.row_bytes + Int64(offset) * self.fmt.scale_row_bytes
-            copy_async(self.scales_at(shared, n, 32 * half + me.lane), scales, 8, Uint32(is_valid) * 8)
-            cute.arch.cp_async_mbarrier_arrive_noinc(full)
+            if me.lane < 8:
+                copy_async(self.scales_at(shared, n, key + me.lane), scales, 8, Uint32(is_valid) * 8)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full)
         index[0] = self.load_index(params, share, me, n + STAGES)
 
     @cute.jit
     def clear(self, me: Thread, first: Int32, mask: Uint32):
-        """Zeros for the records of `mask`, of 32."""
+        """Zeros for the records of `mask`, of eight."""
         zeros = cute.make_rmem_tensor(4, Uint32)
         zeros.fill(0)
-        for i in cutlass.range(32, unroll=1):
+        for i in cutlass.range(8, unroll=1):
             if (mask >> Uint32(i)) & 1 == 1:
                 for at in cutlass.range(me.lane * 16, self.fmt.row_bytes, 512, unroll=1):
                     store_smem_16b(first + i * self.record_pitch + at, zeros)
@@ -673,9 +688,9 @@ class SmallDecode(KeyConversion, PlanReader):
         self.read_records(me, shared, n, records)
         scales, exponents = self.scales_of(me, shared, records)
         self.multiply(me, shared, mma_qk, mma_rope, rQ, rQ_rope, accS, records, scales, exponents)
-        valid = smem_tensor(shared.valid + ((n & 1) * 2 + (me.w >> 1)) * 4, Uint32, 1)[0]
+        valid = load_smem_8b(shared.valid + ((n & 1) * 8 + 2 * me.w) * 4)
         for r in cutlass.range_constexpr(2):
-            counts = (valid >> Uint32(16 * (me.w & 1) + me.g + 8 * r)) & 1
+            counts = (valid[r] >> Uint32(me.g)) & 1
             exponents[r] = cutlass.select_(counts == 1, exponents[r], Uint32(0))
         warpgroup.wait_group(0)
         return exponents
@@ -878,103 +893,112 @@ class SmallDecode(KeyConversion, PlanReader):
 
     # ---- merge ----
 
-    def powers(self, me: Thread, accO: list[cute.Tensor]) -> tuple[list[Float32], Float32]:
-        """What makes the largest of a head's values, in the warp's 32 columns, 2 ** 14 to 2 ** 15: [2 j + e] for the lane's
-        heads; and what undoes it, of `head_of`'s."""
-        n, maxima = 2 * self.groups, []
-        for i in range(n):
-            largest = Float32(0)
-            for tile in (0, 1):
-                for r in (0, 1):
-                    largest = max_abs(largest, accO[tile][i // 2 * 4 + 2 * r + i % 2])
-            maxima.append(largest)
-        (largest,) = over_keys(maxima, me.lane, cute.arch.fmax)
-        exponent = cutlass.max(largest.bitcast(Uint32) >> 23, Uint32(30))  # then both powers are normal numbers
-        factor, power = (((x << 23).bitcast(Float32)) for x in (268 - exponent, exponent - 14))
-        return [cute.arch.shuffle_sync(factor, self.lane_of(i, me.pc, n)) for i in range(n)], power
+    def is_first(self, me: Thread):
+        """Of the lanes with the same head."""
+        return me.g % (32 // self.heads) == 0
+
+    @cute.jit
+    def send_sums(self, share: Request, me: Thread, shared: Shared, head: Int32, weight: Float32):
+        """l to all, each warp to one CTA. head, weight: the lane's."""
+        word, peer = cute.make_rmem_tensor(1, Float32), 4 * me.wg + me.w
+        of_warps = load_smem_16b(shared.sums + head * 16, Float32)
+        word[0] = ((of_warps[0] + of_warps[1]) + (of_warps[2] + of_warps[3])) * weight
+        if (peer < Int32(share.size)) & self.is_first(me):
+            to = shared.arrived_sums + (Int32(share.rank) * self.heads + head) * 4
+            store_to_peer(to, cute.recast_tensor(word, Uint32), Int32(shared.sums_full.toint()), peer)
 
     @cute.jit
     def send(
-        self, share: Request, me: Thread, shared: Shared, pieces: Int32, inverse: Int32, accO: list[cute.Tensor],
-        weight: Float32,
+        self, share: Request, me: Thread, shared: Shared, pieces: Int32, inverse: Int32, tile: cutlass.Constexpr,
+        accO: cute.Tensor, weight: Float32,
     ):  # fmt: skip
-        """O by units of 16 columns to the CTAs that merge them, unit u to CTA u % size; l to all. weight: of the lane's head.
+        """A unit, the warp's 16 columns in one of its warpgroup's tiles of O, to the CTA that merges it, unit u to CTA u % size.
 
-        A warp has two units, and l for one CTA.
+        weight: of the lane's head. Over a power of two that brings the largest value to 2 ** 14 to 2 ** 15: what a head has there
+        keeps 11 bits down to 2 ** -29 of the largest, and P's largest is 2 ** 7 for all heads.
         """
-        full = Int32(shared.pieces_full.toint())
-        word, head = cute.make_rmem_tensor(1, Float32), self.head_of(me, 2 * self.groups)
-        is_first = me.g % (32 // self.heads) == 0  # of the lanes with the same head
-        peer = 4 * me.wg + me.w
-        if peer < Int32(share.size):
-            of_warps = load_smem_16b(shared.sums + head * 16, Float32)
-            word[0] = ((of_warps[0] + of_warps[1]) + (of_warps[2] + of_warps[3])) * weight
-            if is_first:
-                to = shared.arrived_sums + (Int32(share.rank) * self.heads + head) * 4
-                store_to_peer(to, cute.recast_tensor(word, Uint32), full, peer)
-        factors, power = self.powers(me, accO)
-        word[0] = power * weight
-        for tile in cutlass.range_constexpr(2):
-            unit = 4 * (2 * me.wg + tile) + me.w
-            slot = unit * inverse >> 16
-            at, peer = slot * pieces + Int32(share.rank), unit - slot * Int32(share.size)
-            for c in cutlass.range_constexpr(self.heads // 16):  # 16 heads: element e + 2 r + 4 j
-                values, fp16 = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, Float16)
-                for i in cutlass.range_constexpr(8):
-                    values[i] = accO[tile][8 * c + i] * factors[4 * c + i // 4 * 2 + i % 2]
-                fp16.store(values.load().to(Float16))
-                to = shared.arrived + at * self.unit_bytes + c * 512 + (8 * me.pc + me.g) * 16
-                store_to_peer(to, cute.recast_tensor(fp16, Uint32), full, peer)
-            if is_first:
-                to = shared.powers + (at * self.heads + head) * 4
-                store_to_peer(to, cute.recast_tensor(word, Uint32), full, peer)
+        full, largest = Int32(shared.pieces_full.toint()), Float32(0)
+        for i in cutlass.range_constexpr(4 * self.groups):
+            largest = max_abs(largest, accO[i])
+        largest = cute.arch.warp_reduction_max(largest)
+        exponent = cutlass.max(largest.bitcast(Uint32) >> 23, Uint32(30))  # then both powers are normal numbers
+        factor, power = (((x << 23).bitcast(Float32)) for x in (268 - exponent, exponent - 14))
+        n, word = 2 * self.groups, cute.make_rmem_tensor(1, Float32)
+        factors = [cute.arch.shuffle_sync(factor * weight, self.lane_of(i, me.pc, n)) for i in range(n)]
+        word[0] = power
+        unit = 4 * (2 * me.wg + tile) + me.w
+        slot = unit * inverse >> 16
+        at, peer = slot * pieces + Int32(share.rank), unit - slot * Int32(share.size)
+        for c in cutlass.range_constexpr(self.heads // 16):  # 16 heads: element e + 2 r + 4 j
+            values, fp16 = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, Float16)
+            for i in cutlass.range_constexpr(8):
+                values[i] = accO[8 * c + i] * factors[4 * c + i // 4 * 2 + i % 2]
+            fp16.store(values.load().to(Float16))
+            to = shared.arrived + at * self.unit_bytes + c * 512 + self.slot(me.g, me.pc)
+            store_to_peer(to, cute.recast_tensor(fp16, Uint32), full, peer)
+        if me.lane == 0:
+            to = shared.powers + (slot * MAX_CLUSTER + Int32(share.rank)) * 4
+            store_to_peer(to, cute.recast_tensor(word, Uint32), full, peer)
+
+    def slot(self, g: Int32, pc: Int32) -> Int32:
+        """Where a lane's 16 bytes of 512 arrive: eight neighbours fill 128 bytes, and eight lanes with the same pc lie in
+        different banks."""
+        return (g >> 1) * 128 + (((g & 1) * 4 + pc) ^ (g >> 1)) * 16
+
+    @cute.jit
+    def finish_heads(
+        self, params: Params, share: Request, me: Thread, shared: Shared, pieces: Int32, head: Int32, top: Float32
+    ) -> Float32:  # fmt: skip
+        """What the sum of all pieces of O is multiplied by, of the lane's head; lse by one warp of the first CTA.
+
+        Nothing attended: 0, lse +inf. The sink counts here.
+        """
+        wait_for_peers(Int32(shared.sums_full.toint()))
+        total = Float32(0)
+        for p in cutlass.range(pieces, unroll=4):
+            total += smem_tensor(shared.arrived_sums + (p * self.heads + head) * 4, Float32, 1)[0]
+        is_empty, denominator = total == 0.0, total
+        if const_expr(params.attn_sink is not None):
+            denominator += cute.math.exp2(smem_tensor(shared.sink + head * 4, Float32, 1)[0] - top, fastmath=True)
+        of_all = share.head_tile * self.heads + head
+        if (share.rank == 0) & (me.wg == 0) & (me.w == 0) & self.is_first(me) & (of_all < self.h_q):
+            # As log2(1) + the maximum, rather than the difference of two larger numbers.
+            lse = cute.math.log2(total * 2.0**-RAISED_BITS, fastmath=True) + (top + RAISED_BITS)
+            params.lse[Int64(share.req), share.s_idx, of_all] = cutlass.select_(is_empty, Float32(INF), lse * LN_2)
+        return cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
 
     @cute.jit
     def merge(
-        self, params: Params, share: Request, me: Thread, shared: Shared, pieces: Int32, inverse: Int32, top: Float32
+        self, params: Params, share: Request, me: Thread, shared: Shared, pieces: Int32, inverse: Int32, factor: Float32
     ):  # fmt: skip
-        """out of this CTA's columns, of CTA 0 lse. top: of all pieces, of the lane's head.
+        """out of this CTA's columns. factor: of the lane's head.
 
-        A warp takes 4 heads of 16 in a unit, 16 c + 8 j + 2 q + e, a lane (j, r) = pc and column g + 8 r of them. Nothing
-        attended: out 0, lse +inf. The sink counts here.
+        A warp takes 4 heads of 16 in a unit, 16 c + 8 j + 2 q + e, a lane (j, r) = pc and column g + 8 r of them.
         """
-        units = self.units(share, inverse)
         j, r, log2_items = me.pc >> 1, me.pc & 1, self.log2_heads - 2  # of a unit
         wait_for_peers(Int32(shared.pieces_full.toint()))
-        for item in cutlass.range(4 * me.wg + me.w, units << log2_items, THREADS // 32, unroll=1):
+        for item in cutlass.range(
+            4 * me.wg + me.w, self.units(share, inverse) << log2_items, THREADS // 32, unroll=1
+        ):  # fmt: skip
             slot, c, q = item >> log2_items, (item >> 2) & (self.heads // 16 - 1), item & 3
-            first = 16 * c + 8 * j + 2 * q  # head
-            total, sums = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-            total.fill(0.0)
+            sums = cute.make_rmem_tensor(2, Float32)
             sums.fill(0.0)
-            piece = shared.arrived + slot * pieces * self.unit_bytes + c * 512 + q * 128 + me.lane * 4
-            power = shared.powers + (slot * pieces * self.heads + first) * 4
-            for p in cutlass.range(pieces, unroll=4):
+            piece = shared.arrived + slot * pieces * self.unit_bytes + c * 512 + self.slot(me.g, q) + me.pc * 4
+            power = shared.powers + slot * (MAX_CLUSTER * 4)
+            for p in cutlass.range(pieces, unroll=8):
                 values, fp16 = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float16)
                 word = cute.recast_tensor(fp16, Uint32)
                 word[0] = smem_tensor(piece + p * self.unit_bytes, Uint32, 1)[0]
                 values.store(fp16.load().to(Float32))
-                powers = load_smem_8b(power + p * (self.heads * 4), Float32)
-                of_piece = load_smem_8b(shared.arrived_sums + (p * self.heads + first) * 4, Float32)
+                of_piece = smem_tensor(power + p * 4, Float32, 1)[0]
                 for e in cutlass.range_constexpr(2):
-                    total[e] = total[e] + of_piece[e]
-                    sums[e] = sums[e] + values[e] * powers[e]
+                    sums[e] = sums[e] + values[e] * of_piece
+            column = (Int32(share.rank) + slot * Int32(share.size)) * UNIT + me.g + 8 * r
             for e in cutlass.range_constexpr(2):
-                head = share.head_tile * self.heads + first + e
-                of_all = cute.arch.shuffle_sync(top, self.lane_of(4 * c + 2 * j + e, q, 2 * self.groups))
-                is_empty, denominator = total[e] == 0.0, total[e]
-                if const_expr(params.attn_sink is not None):
-                    sink = smem_tensor(shared.sink + (first + e) * 4, Float32, 1)[0]
-                    denominator += cute.math.exp2(sink - of_all, fastmath=True)
-                factor = cutlass.select_(is_empty, Float32(0), cute.arch.rcp_approx(denominator))
+                head = share.head_tile * self.heads + 16 * c + 8 * j + 2 * q + e
+                mine = cute.arch.shuffle_sync(factor, self.lane_of(4 * c + 2 * j + e, q, 2 * self.groups))
                 if head < self.h_q:
-                    out = params.out[Int64(share.req), share.s_idx, head, None]
-                    column = (Int32(share.rank) + slot * Int32(share.size)) * UNIT + me.g + 8 * r
-                    out[column] = BFloat16(sums[e] * factor)
-                    if (slot == 0) & (share.rank == 0) & (me.g == 0) & (r == 0):
-                        # As log2(1) + the maximum, rather than the difference of two larger numbers.
-                        lse = cute.math.log2(total[e] * 2.0**-RAISED_BITS, fastmath=True) + (of_all + RAISED_BITS)
-                        params.lse[Int64(share.req), share.s_idx, head] = cutlass.select_(is_empty, Float32(INF), lse * LN_2)
+                    params.out[Int64(share.req), share.s_idx, head, None][column] = BFloat16(sums[e] * mine)
 
 
 SmallDecode.kernel.set_name_prefix("mla_sparse_decode_small_sm90", remove_cutlass_symbol=True, keep_mangled_name=False)
