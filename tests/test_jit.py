@@ -638,7 +638,7 @@ def test_warmup_covers_what_calls_load(kv_format, monkeypatch):
     both = (False, True)
     flags = dict.fromkeys(("has_topk_length", "has_attn_sink", "has_extra", "has_extra_topk_length"), both)
     jit.warmup((5, 64, 128), op=jit.OPS, kv_format=kv_format, scales=("pow2", "amax"), arch=ARCH, **flags)
-    for num_sms, topk in ((2, 3), (16, 70)):  # by a plan; by clusters
+    for num_sms, topk in ((1, 3), (8, 3200), (16, 70)):  # by a plan; by clusters; by the kernel of small batches
         for h_q, lengths, sink, extra, extra_lengths in itertools.product((5, 64, 128), both, both, both, both):
             if extra_lengths and not extra:
                 continue

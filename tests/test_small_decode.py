@@ -94,10 +94,17 @@ def test_what_no_launch_takes():
 @pytest.mark.parametrize("fmt", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("heads", [16, 32])
 def test_what_arrives_has_room(fmt, heads):
-    """It lies where Q and the exchanged halves of S were."""
+    """It lies where records were."""
     for size in range(1, small.MAX_CLUSTER + 1):
         assert -(-512 // 16 // size) * size <= small.MAX_ARRIVING
-    assert small.MAX_ARRIVING * 16 * heads * 2 <= heads * fmt.d_qk * 2 + small.THREADS * heads
+    arriving = small.MAX_ARRIVING * 16 * heads * 2 + 32 * small.MAX_CLUSTER * 4 + small.MAX_CLUSTER * heads * 4
+    assert arriving <= small.STAGES * small.Config().stage_bytes(fmt)
+
+
+@pytest.mark.parametrize("fmt", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("heads", [16, 32])
+def test_q_comes_in_where_v_will_be(fmt, heads):
+    assert heads * (fmt.d_qk * 2 + 32) <= 64 * 512 * 2
 
 
 # ---- compile tier ----
@@ -127,21 +134,22 @@ def test_compiles_without_spills(fields):
     assert seen.advisories == ()  # no WGMMA serialised, no wait injected
     assert seen.seconds < 30
     (ptx,) = seen.ptx
-    # QK of half of the columns; V32's half of rope in bf16. PV: two tiles of 64 columns, 128 keys.
+    # QK of a quarter of the columns; V32's quarter of rope in bf16. PV: two tiles of 64 columns, 64 keys.
     n, rope = config.heads(problem), problem.d_qk - 512
     assert Counter(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+) \{[^}]*\}, (.)", ptx)) == Counter(
         {
-            (f"m64n{n}k16.f32.f16.f16", "{"): 256 // 16,
-            (f"m64n{n}k16.f32.bf16.bf16", "{"): rope // 32,
-            (f"m64n{n}k16.f32.f16.f16", "%"): 2 * 128 // 16,
+            (f"m64n{n}k16.f32.f16.f16", "{"): 128 // 16,
+            (f"m64n{n}k16.f32.bf16.bf16", "{"): rope // 64,
+            (f"m64n{n}k16.f32.f16.f16", "%"): 2 * 64 // 16,
         }
     )
     # As in the kernel of large batches: the emulator does not miss what lets ptxas use A's registers again.
     steps = re.findall(r"wgmma\.(fence|mma_async|commit_group|wait_group)\S*(?:[ \t]*(\d);)?", ptx)
-    units = [f"{'wait1 ' if i >= 2 else ''}fence mma mma commit" for i in range(8 + (rope > 0))]
+    units = ["fence mma commit"] * (rope > 0) + ["fence mma mma commit"] * 4
+    units = [f"{'wait1 ' if i >= 2 else ''}{unit}" for i, unit in enumerate(units)]
     names = {"mma_async": "mma", "commit_group": "commit", "wait_group": "wait"}
     assert " ".join(names.get(step, step) + count for step, count in steps) == " ".join(
-        [*units, "wait0 fence", *["mma"] * 16, "commit wait0"]
+        ["wait0", *units, "wait0 fence", *[*["mma"] * 4, "commit"] * 2, "wait1 wait0"]
     )
 
 

@@ -545,36 +545,52 @@ H200 = dict(zip(range(2, 17), (66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 
 
 
 @pytest.mark.parametrize(
-    ("h_q", "b", "s_q", "topk", "extra_topk", "size"),
-    [  # each as was the faster one on an H200
-        (128, 1, 1, 2048, 0, 16),
-        (128, 4, 1, 2048, 0, 0),  # 9 CTAs for 32 blocks are 4 blocks each, a plan's parts 2
-        (128, 6, 1, 2048, 0, 8),
-        (128, 8, 1, 2048, 0, 0),
-        (128, 32, 1, 2048, 0, 2),
-        (128, 128, 1, 2048, 0, 0),
-        (64, 1, 1, 2048, 0, 16),
-        (64, 4, 1, 2048, 0, 16),
-        (64, 16, 1, 2048, 0, 0),
-        (64, 64, 1, 2048, 0, 2),
-        (64, 2, 2, 128, 512, 16),  # 10 blocks, but 16 CTAs share the merge
-        (128, 2, 2, 128, 1024, 9),
-        (64, 1, 1, 64, 0, 0),  # one block: nothing to share
-        (64, 1, 1, 1, 1, 16),
-        (1, 133, 1, 2048, 0, 0),  # more requests than SMs
-        (64, 0, 1, 2048, 0, 0),
+    ("h_q", "b", "s_q", "topk", "extra_topk", "form", "size"),
+    [  # each as was the fastest one on an H200, or close to it
+        (128, 1, 1, 2048, 0, "small", 16),
+        (128, 2, 1, 2048, 0, "clustered", 16),
+        (128, 4, 1, 2048, 0, "planned", 0),  # 9 CTAs for 32 blocks are 4 blocks each, a plan's parts 2
+        (128, 6, 1, 2048, 0, "clustered", 8),
+        (128, 8, 1, 2048, 0, "planned", 0),
+        (128, 32, 1, 2048, 0, "clustered", 2),
+        (128, 128, 1, 2048, 0, "planned", 0),
+        (128, 1, 1, 4096, 0, "small", 16),
+        (128, 1, 1, 16384, 0, "planned", 0),
+        (64, 1, 1, 2048, 0, "small", 16),
+        (64, 3, 1, 2048, 0, "small", 16),
+        (64, 4, 1, 2048, 0, "clustered", 16),
+        (64, 16, 1, 2048, 0, "planned", 0),
+        (64, 64, 1, 2048, 0, "clustered", 2),
+        (16, 1, 1, 2048, 0, "small", 16),
+        (16, 16, 1, 2048, 0, "small", 6),
+        (16, 64, 1, 2048, 0, "clustered", 2),
+        (16, 128, 1, 2048, 0, "planned", 0),
+        (64, 2, 2, 128, 512, "small", 9),
+        (64, 8, 2, 128, 512, "clustered", 6),
+        (128, 2, 2, 128, 1024, "small", 6),
+        (128, 4, 2, 128, 1024, "clustered", 6),
+        (64, 1, 1, 64, 0, "small", 16),  # one block; its merge is shared
+        (128, 40, 1, 64, 0, "planned", 0),
+        (64, 1, 1, 1, 1, "small", 16),
+        (1, 133, 1, 2048, 0, "planned", 0),  # more requests than SMs
+        (64, 0, 1, 2048, 0, "planned", 0),
     ],
 )
-def test_what_the_load_decides(sm90, h_q, b, s_q, topk, extra_topk, size):
+def test_what_the_load_decides(sm90, h_q, b, s_q, topk, extra_topk, form, size):
+    from mla_cute.sm90 import sparse_decode_small
+
     problem, config = Problem(h_q=h_q), sm90.default_config(Problem(h_q=h_q))
     load = problem, b, s_q, topk, extra_topk, 132, H200.__getitem__
-    settled = config.settle(*load)
-    assert settled == ((dataclasses.replace(config, clustered=True), size) if size else (config, 0))
-    assert settled[0] in config.kernels()
+    forms = {"planned": config, "clustered": dataclasses.replace(config, clustered=True), "small": sparse_decode_small.Config()}
+    assert config.settle(*load) == (forms[form], size)
+    assert config.kernels() == [*forms.values()]
     never = dataclasses.replace(config, clustered=False)
     assert never.settle(*load) == (never, 0) and never.kernels() == [never]
     always = dataclasses.replace(config, clustered=True)
-    assert always.settle(*load)[0] == always and always.settle(*load)[1] >= max(size, 1) and always.kernels() == [always]
+    assert always.settle(*load)[0] == always and always.settle(*load)[1] >= 1 and always.kernels() == [always]
+    tuned = dataclasses.replace(config, fixed_overhead_blocks=3)  # for this kernel: not left to the other one
+    assert isinstance(tuned.settle(*load)[0], sm90.Config)
+    assert tuned.kernels() == [tuned, dataclasses.replace(tuned, clustered=True)]
 
 
 def test_settling_asks_only_where_the_answer_matters(sm90):
@@ -584,7 +600,7 @@ def test_settling_asks_only_where_the_answer_matters(sm90):
     problem = Problem(h_q=64)
     assert sm90.Config(clustered=False).settle(problem, 1, 1, 2048, 0, 132, never) == (sm90.Config(clustered=False), 0)
     assert sm90.Config().settle(problem, 0, 1, 2048, 0, 132, never) == (sm90.Config(), 0)
-    assert sm90.Config().settle(problem, 1, 1, 64, 0, 132, never) == (sm90.Config(), 0)
+    assert sm90.Config().settle(problem, 133, 1, 2048, 0, 132, never) == (sm90.Config(), 0)
     assert sm90.Config().settle(problem, 70000, 1, 2048, 0, 132, never) == (sm90.Config(), 0)
     with pytest.raises(ValueError, match="clustered must be None or False for more than 65535 requests, got True and b 70000"):
         sm90.Config(clustered=True).settle(problem, 70000, 1, 2048, 0, 132, never)
@@ -703,7 +719,8 @@ ragged = Case(b=3, h_q=40, s_q=2, s_kv=200, topk=133, topk_length=True, sink=Tru
 split = Case(b=1, h_q=128, s_kv=600, topk=512)
 for case in (ragged, split):
     x = make_inputs(case, "cuda")
-    for how in {}, {"impl": small, "config": small.Config(cluster=sm90.MAX_CLUSTER)}:
+    own = {"config": sm90.Config(clustered=sm90.MAX_CLUSTER > 1)}
+    for how in own, {"impl": small, "config": small.Config(cluster=sm90.MAX_CLUSTER)}:
         mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), **how)
         torch.cuda.synchronize()
 print("ran")

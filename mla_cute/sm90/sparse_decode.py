@@ -30,7 +30,8 @@ scratch. Only requests in three or more need the combine kernel.
 Small batches (`Config.clustered`, a kernel of its own): a cluster of up to 16 CTAs for each request, query token and tile of
 heads, and neither plan nor scratch nor combine. Each CTA leaves its piece of O, in fp16 over a power of two for each head,
 where Q was; heads are dealt out too, and each CTA sends each of the others its piece of their heads, by bulk copies into what
-was V, and merges its own. 64 KB a CTA at 19 bytes a cycle set the time of it, half of what scratch and combine take.
+was V, and merges its own. 64 KB a CTA at 19 bytes a cycle set the time of it, half of what scratch and combine take. Where a
+call has no more than three blocks or so for each CTA, `settle` chooses sparse_decode_small.py.
 
 Why it is built so, in SM cycles measured on an H200 (docs/tuning-sm90.md): the convert warps are the chain that sets the pace,
 about 3,800 a block; matrix units are busy 2,176 of them. fp16 takes 19 instructions a token where bf16 takes 43. Records are
@@ -88,6 +89,7 @@ from ..decode_kernel import (
 )
 from ..kv_cache import FORMATS, KVFormat
 from ..validate import Problem
+from . import sparse_decode_small as small
 from .helpers import (
     add_product,
     add_shared,
@@ -120,7 +122,9 @@ RAISED_BITS = 7.0  # of the largest P when m has just been raised
 MERGE_ROUNDS = (1, 1, 2, 2, 2)  # of 8 groups of columns of the other piece: what registers allow
 MAX_CLUSTER = 16  # CTAs; more than 8 is up to the device
 MAX_PIECE_ROWS = 80  # that a CTA of a cluster receives: pieces times its share of 64 heads, at most 75
-COMBINE_BLOCKS = 2  # what a merge by combine takes longer than one in a cluster, in blocks
+# What a call takes beside its longest run of blocks, in the time of one, 2.1 us on an H200: with a plan, the same where no
+# request is split, with clusters.
+PLANNED, UNSPLIT, CLUSTERED = 6.7, 3.3, 4.7
 MAX_GRID_Z = 65_535  # of a launch, in CTAs
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
 
@@ -132,33 +136,43 @@ class Config:
     tile_n: int = 64  # keys of a block; the plan counts in it
     fixed_overhead_blocks: int | None = None  # what the plan charges for beginning a request; None: `schedule.overhead`
     registers: tuple[int, int] = (160, 184)  # each math warpgroup, convert; the pool of 384 threads is 3 * 168
-    clustered: bool | None = None  # a cluster of CTAs for each request instead of a plan; None: by the load, see `settle`
+    clustered: bool | None = None  # a cluster of CTAs for each request instead of a plan; None: what is fastest, see `settle`
 
     def settle(
         self, problem: Problem, b: int, s_q: int, topk: int, extra_topk: int, num_sms: int, max_clusters: Callable[[int], int]
-    ) -> tuple["Config", int]:
+    ) -> tuple["Config | small.Config", int]:
         """(what to compile for such a call, CTAs of a cluster; 0: none, the kernel takes a plan).
 
-        A cluster serves a request, query token and tile of heads; all must run at once: `max_clusters` says how many of a size
-        can. Its CTAs merge `COMBINE_BLOCKS` blocks' time sooner than a plan's parts, but cannot share out all requests evenly.
+        The fastest by measured times: this kernel with a plan, with clusters, or `sparse_decode_small`, unless this Config asks
+        for something of this kernel. A cluster serves a request, query token and tile of heads; all must run at once:
+        `max_clusters` says how many of a size can.
         """
         tiles, blocks = b * s_q * problem.head_tiles, -(-topk // self.tile_n) + -(-extra_topk // self.tile_n)
-        if self.clustered is False or (self.clustered is None and (b == 0 or blocks == 1)):
+        if self.clustered is False or (self.clustered is None and not 0 < tiles <= num_sms):
             return self, 0
         size, longest = 1, blocks  # of the parts; of equally long ones more, as they share the merge
         for more in range(2, min(MAX_CLUSTER, num_sms // max(tiles, 1)) + 1):
             if -(-blocks // more) <= longest and max_clusters(more) >= tiles:
                 size, longest = more, -(-blocks // more)
-        clustered = self.clustered
-        if clustered is None:
-            clustered = size > 1 and longest < -(-tiles * blocks // num_sms) + COMBINE_BLOCKS
-        elif b * size > MAX_GRID_Z:
-            raise ValueError(f"config: clustered must be None or False for more than {MAX_GRID_Z} requests, got True and b {b}")
-        return (replace(self, clustered=True), size) if clustered else (self, 0)
+        if self.clustered:
+            if b * size > MAX_GRID_Z:
+                raise ValueError(
+                    f"config: clustered must be None or False for more than {MAX_GRID_Z} requests, got True and b {b}"
+                )
+            return self, size
+        planned = -(-tiles * blocks // num_sms) + (PLANNED if blocks > 1 else UNSPLIT)
+        clustered = longest + CLUSTERED if size > 1 else INF
+        if self == Config():
+            other = small.Config()
+            time, of_other = other.fastest(problem, b, s_q, topk, extra_topk, num_sms, max_clusters)
+            if time < min(planned, clustered):
+                return other, of_other
+        return (replace(self, clustered=True), size) if clustered < planned else (self, 0)
 
-    def kernels(self) -> list["Config"]:
+    def kernels(self) -> list["Config | small.Config"]:
         """All that `settle` may choose to compile."""
-        return [self, replace(self, clustered=True)] if self.clustered is None else [self]
+        own = [self, replace(self, clustered=True)] if self.clustered is None else [self]
+        return own + [small.Config()] * (self == Config())
 
     def num_parts(self, problem: Problem, s_q: int, num_sms: int) -> int:
         """Partitions of the plan: one CTA per SM over head tiles and query tokens, at least one."""
@@ -1598,7 +1612,7 @@ class SparseDecode(KeyConversion, PlanReader):
 SparseDecode.kernel.set_name_prefix("mla_sparse_decode_sm90", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
-def compile(problem: Problem, config: Config, arch: str):
+def compile(problem: Problem, config: Config | small.Config, arch: str):
     """Compiles split kernel and combine into one launchable function; fake tensors in, nothing is launched.
 
     Returns a function of (q, kv_cache, indices, topk_length, extra_kv_cache, extra_indices, extra_topk_length, attn_sink,
@@ -1606,8 +1620,10 @@ def compile(problem: Problem, config: Config, arch: str):
     [schedule.scratch_size(num_parts, s_q, h_q)], uninitialised, out [b, s_q, h_q, 512] bf16. max_splits: the most pieces that
     a request may be in, at most 2 saves the combine's launch; nonce: not 0, and another one in each call. With
     config.clustered there is no combine, metadata, num_splits, scratch and nonce are not read, and max_splits are the CTAs of
-    a cluster.
+    a cluster. A Config of `sparse_decode_small`: that kernel.
     """
+    if isinstance(config, small.Config):
+        return small.compile(problem, config, arch)
     config.check(problem)
     return jit.build(
         SparseDecode(problem, config), *fake_arguments(problem), jit.fake_stream(), arch=arch, name="sparse_decode"

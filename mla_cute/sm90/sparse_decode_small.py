@@ -24,13 +24,14 @@ runs. The columns are dealt out, 16 at a time: each CTA sends its piece of them,
 from registers, in fp16 over a power of two. A merge adds products. A CTA waits for what is sent to it, so none
 ends before.
 
-Why: at batch 1 the kernel of large batches (sparse_decode.py) takes 14 us on an H200 for two blocks a CTA. Its one
-converting warpgroup is a chain of 2,000 cycles a block, 64 heads make 64 KB a piece. Here four warpgroups share the conversion,
-and of 32 heads a piece is 32 KB, spread over twice as many CTAs.
+Why: for two blocks a CTA the kernel of large batches (sparse_decode.py) takes 14 us on an H200, this one 11. There one
+warpgroup converts, a chain of 2,000 cycles a block, and 64 heads make 64 KB a piece; here four convert, and of 32 heads a piece
+is 32 KB, spread over twice as many CTAs. But its phases follow one another: from four blocks a CTA on the other one is faster.
+In cycles: records asked for 3,600, there 5,700; a block 3,700; then 5,000, of which 32 KB take 3,000 to the other CTAs.
 
-Shared memory (bytes, V32, 32 heads): V [64, 512] 65,536; records 2 x 45,056, later pieces; Q comes in where V will be; Q 36,864; parts of S 24,576; P
-4,096; 4 K of small things. Sources of the ideas: FlashAttention (online softmax), FlashMLA (the op, the formats); the rest is
-ours.
+Shared memory (bytes, V32, 32 heads): V [64, 512], where Q comes in first, 65,536; records 2 x 45,056, later pieces; Q 36,864;
+parts of S 24,576; P 4,096; 4 K of small things. Sources of the ideas: FlashAttention (online softmax), FlashMLA (the op, the
+formats); the rest is ours.
 """
 
 from collections.abc import Callable
@@ -83,7 +84,8 @@ UNIT = 16  # columns that are sent and merged at once: those of a warp in a prod
 MAX_CLUSTER = 16  # CTAs; more than 8 is up to the device
 MAX_GRID_Z = 65_535  # of a launch, in CTAs
 MAX_ARRIVING = 45  # units that a CTA receives: units of its own times CTAs, whatever the cluster's size
-OVERHEAD_BLOCKS = 4  # what all that is not blocks takes, in blocks
+# In the time that the kernel of large batches takes for a block, 2.1 us on an H200: what a call takes, and each block more.
+CALL, BLOCK = 3.0, 1.15
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
 
 @dataclass(frozen=True)
@@ -98,26 +100,32 @@ class Config:
     def settle(
         self, problem: Problem, b: int, s_q: int, topk: int, extra_topk: int, num_sms: int, max_clusters: Callable[[int], int]
     ) -> tuple["Config", int]:
-        """(what to compile for such a call, CTAs of a cluster).
-
-        Of the sizes the one with the least time for all clusters, of which `max_clusters` (of a size) run at once: a block is
-        counted 1, all that is not blocks `OVERHEAD_BLOCKS`. Of equally good ones the largest: its CTAs merge less.
-        """
-        tiles, blocks = b * s_q * self.head_tiles(problem), -(-topk // self.tile_n) + -(-extra_topk // self.tile_n)
+        """(what to compile for such a call, CTAs of a cluster)."""
         if b > MAX_GRID_Z:
             raise ValueError(f"q: must have at most {MAX_GRID_Z} requests for sm90.sparse_decode_small, got {b}")
+        how = problem, b, s_q, topk, extra_topk, num_sms, max_clusters
+        if self.cluster is not None and self.time(self.cluster, *how) == INF:
+            raise ValueError(f"config: cluster must be of a size that this GPU runs, got {self.cluster} for {b} requests")
+        return replace(self, cluster=None), self.cluster or self.fastest(*how)[1]
 
-        def cost(size: int) -> float:
-            at_once = num_sms if size == 1 else max_clusters(size)
-            if not at_once or b * size > MAX_GRID_Z:
-                return INF
-            return -(-tiles // at_once) * (OVERHEAD_BLOCKS + -(-max(blocks, 1) // size))
+    def fastest(self, *how) -> tuple[float, int]:
+        """(`time`, CTAs of a cluster): of equally fast sizes the largest, whose CTAs merge less. how: as for `settle`."""
+        size = min(range(1, MAX_CLUSTER + 1), key=lambda size: (self.time(size, *how), -size))
+        return self.time(size, *how), size
 
-        if self.cluster is not None:
-            if cost(self.cluster) == INF:
-                raise ValueError(f"config: cluster must be of a size that this GPU runs, got {self.cluster} for {b} requests")
-            return replace(self, cluster=None), self.cluster
-        return self, min(range(1, MAX_CLUSTER + 1), key=lambda size: (cost(size), -size))
+    def time(
+        self, size: int, problem: Problem, b: int, s_q: int, topk: int, extra_topk: int, num_sms: int,
+        max_clusters: Callable[[int], int],
+    ) -> float:  # fmt: skip
+        """Of a call with clusters of `size` CTAs, see `CALL`; inf where there is no such launch.
+
+        `max_clusters` of a size run at once.
+        """
+        tiles, blocks = b * s_q * self.head_tiles(problem), -(-topk // self.tile_n) + -(-extra_topk // self.tile_n)
+        at_once = num_sms if size == 1 else max_clusters(size)
+        if not at_once or b * size > MAX_GRID_Z:
+            return INF
+        return -(-tiles // at_once) * (CALL + BLOCK * -(-max(blocks, 1) // size))
 
     def kernels(self) -> list["Config"]:
         """All that `settle` may choose to compile: the size of a cluster is an argument of the launch."""
@@ -221,7 +229,7 @@ class Request(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Registers of a lane: a quarter of the columns of its two keys, as they lie in memory. Zeros for keys that do not count."""
+    """Registers of a lane: a quarter of the columns of its two keys as they lie in memory, zeros for keys that do not count."""
 
     codes: list  # [r][2] x [4] words: 16 codes of a column tile; of MODEL1's rope tile the first 8 values
     rope: list  # [r] x [2] words: 4 values of V32's rope; x [4]: of MODEL1's rope tile the other 8
@@ -372,7 +380,8 @@ class SmallDecode(KeyConversion, PlanReader):
             storage.sQ.get_tensor(layout_q.outer, swizzle=layout_q.inner, dtype=BFloat16),
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
-            raw, Int32(storage.valid.data_ptr().toint()), Int32(storage.exchange.data_ptr().toint()), raw, powers, powers + MAX_ARRIVING * MAX_CLUSTER * 4,
+            raw, Int32(storage.valid.data_ptr().toint()), Int32(storage.exchange.data_ptr().toint()), raw, powers,
+            powers + D_V // UNIT * MAX_CLUSTER * 4,
             *(Int32(x.data_ptr().toint()) for x in (
                 storage.tops, storage.maxima, storage.sums, storage.alpha, storage.sink, storage.rope_exponents,
             )),
@@ -444,9 +453,7 @@ class SmallDecode(KeyConversion, PlanReader):
             logits = self.exchange(me, shared, accS)
 
             # ---- softmax ----
-            if const_expr(self.groups == 4):
-                self.softmax(params, share, me, shared, logits, exponents, top, sums, n + 1 == blocks)
-            elif me.wg < self.groups:
+            if const_expr(self.groups == 4) or me.wg < self.groups:
                 self.softmax(params, share, me, shared, logits, exponents, top, sums, n + 1 == blocks)
             cute.arch.fence_proxy("async.shared", space="cta")  # V and P become visible to the products
             cute.arch.sync_threads()
@@ -739,7 +746,7 @@ class SmallDecode(KeyConversion, PlanReader):
         return [mul_bf16x2(words[i], inverse) for i in (0, 1)]
 
     def scales_of(self, me: Thread, shared: Shared, records: Records) -> tuple[cute.Tensor, cute.Tensor]:
-        """By key: the scale of the warpgroup's columns (V32's over 2 ** (exponent - 127), as a pair of fp16; MODEL1's two bytes);
+        """By key: the scale of the warpgroup's columns (V32's over 2 ** (exponent - 127), a pair of fp16; MODEL1's two bytes);
         exponents."""
         scales, exponents = cute.make_rmem_tensor(2, Uint32), cute.make_rmem_tensor(2, Uint32)
         if self.rope_is_v:
@@ -782,7 +789,7 @@ class SmallDecode(KeyConversion, PlanReader):
             exponents[r] = slots[r][0]
 
     def to_fp16(self, me: Thread, records: Records, scale: Uint32, exponent: Uint32, r: int, tile: int, part: int):
-        """8 columns of key r in the warpgroup's `tile`, over 2 ** (exponent - 127): [4] fp16 pairs; which 16-byte chunk it is."""
+        """8 columns of key r in the warpgroup's `tile`, over 2 ** (exponent - 127): [4] fp16 pairs; which 16-byte chunk."""
         k = e4m3_to_fp16(cute.make_tensor(records.codes[r][tile].iterator + 2 * part, 2), scale)
         chunk = 2 * me.pc + part
         if self.rope_is_v and tile == 1:
@@ -912,10 +919,10 @@ class SmallDecode(KeyConversion, PlanReader):
         self, share: Request, me: Thread, shared: Shared, pieces: Int32, inverse: Int32, tile: cutlass.Constexpr,
         accO: cute.Tensor, weight: Float32,
     ):  # fmt: skip
-        """A unit, the warp's 16 columns in one of its warpgroup's tiles of O, to the CTA that merges it, unit u to CTA u % size.
+        """A unit, the warp's 16 columns of a tile of O, to the CTA that merges it: unit u to CTA u % size.
 
-        weight: of the lane's head. Over a power of two that brings the largest value to 2 ** 14 to 2 ** 15: what a head has there
-        keeps 11 bits down to 2 ** -29 of the largest, and P's largest is 2 ** 7 for all heads.
+        weight: of the lane's head. fp16 over a power of two that brings the largest value to 2 ** 14 to 2 ** 15: values keep
+        their 11 bits down to 2 ** -29 of it; P's largest is 2 ** 7 for all heads.
         """
         full, largest = Int32(shared.pieces_full.toint()), Float32(0)
         for i in cutlass.range_constexpr(4 * self.groups):
