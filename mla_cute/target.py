@@ -142,7 +142,11 @@ def _clusters(device: torch.device) -> dict[int, int]:
     try:
         from cuda.bindings import driver  # loads libcuda
 
-        with torch.cuda.device(device):
+        # The primary context, which torch uses too, and keeps: here nobody may have made it yet.
+        checked(driver.cuInit(0))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        checked(driver.cuCtxPushCurrent(checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(index))))))
+        try:
             module = checked(driver.cuModuleLoadData(_EMPTY_KERNEL))
             try:
                 function = checked(driver.cuModuleGetFunction(module, b"empty"))
@@ -156,6 +160,8 @@ def _clusters(device: torch.device) -> dict[int, int]:
                 return {size: checked(_ask(driver, function, size, shared)) for size in range(2, 17)}
             finally:
                 checked(driver.cuModuleUnload(module))
+        finally:
+            checked(driver.cuCtxPopCurrent())
     except Exception as e:
         warnings.warn(f"{device}: the driver does not say how many clusters fit ({e}): small batches are planned", stacklevel=2)
         return {}

@@ -40,6 +40,20 @@ def planted(tmp_path: Path, old: str, new: str) -> str:
 # ----- the command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("more", "size"),
+    [([], 4), (["--impl", "mla_cute.sm90.sparse_decode_small", "--set", "cluster=3"], 3)],
+    ids=["load", "asked"],
+)
+def test_the_kernel_of_small_batches(capsys, more, size):
+    """Which another Config stands for than the one that was asked for."""
+    args = ["sparse_decode", "--b", "1", "--h_q", "8", "--topk", "128", "--num-sms", "4", "--schedules", "1"]
+    assert command.main([*args, *more]) == 0
+    text = capsys.readouterr().out
+    assert f"clusters of {size} CTAs" in text and "mla_sparse_decode_small_sm90" in text
+    assert "1 schedule: numbers agree with the reference, no findings (" in text
+
+
 def test_a_right_kernel(tmp_path, capsys):
     trace, data = tmp_path / "trace.json", tmp_path / "report.json"
     files = ["--trace", str(trace), "--json", str(data)]

@@ -224,7 +224,7 @@ class TestTheWay:
         where = target.device_target(torch.device("cpu"))._replace(num_sms=num_sms)
         monkeypatch.setattr(target, "device_target", lambda device: where)
         scratch, impl = [], types.ModuleType("hopper_without_a_kernel")
-        impl.Config, impl.default_config = hopper.Config, hopper.default_config
+        impl.Config, impl.default_config = hopper.Config, lambda problem: hopper.Config(clustered=False)
         impl.compile = lambda problem, config, arch: lambda *args: scratch.append(args[11].numel() * 4)
         cache = torch.zeros(1, 64, 1, 656, dtype=torch.uint8)
 
@@ -583,7 +583,7 @@ class TestBackend:
             plan = mla_cute.plan_decode(x.q, x.indices, topk_length=x.topk_length, backend="emulator")
             assert plan.num_parts == 4
             out, lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs(), plan=plan, backend="emulator")
-        kernels = ["mla_schedule_sm90", "mla_sparse_decode_sm90"]  # requests of one block: nothing to combine
+        kernels = ["mla_schedule_sm90", "mla_sparse_decode_small_sm90"]
         assert [g.launch.kernel.rpartition("_")[0] for g in s.grids] == kernels
         assert s.findings == []
         ref_out, ref_lse = mla_cute.sparse_decode(x.q, x.kv_cache, x.indices, **x.kwargs())  # not remembered: the reference
@@ -617,8 +617,9 @@ class TestBackend:
         large = torch.zeros(64, 2, 128, 576, dtype=torch.bfloat16), x.kv_cache, torch.zeros(64, 2, 2048, dtype=torch.int32)
         refused(ValueError, "too large to emulate: 8192 blocks of keys take about 20 minutes;", *large, backend="emulator")
         large = torch.zeros(1, 2, 1, 576, dtype=torch.bfloat16), x.kv_cache, torch.zeros(1, 2, 5, dtype=torch.int32)
+        planned = mla_cute.select_impl("cpu", backend="emulator").Config(clustered=False)
         with emulator.session(num_sms=110_000), pytest.raises(ValueError, match="too large to emulate: .* CTAs take about"):
-            mla_cute.sparse_decode(*large, backend="emulator")  # for two query tokens 55,000 parts
+            mla_cute.sparse_decode(*large, backend="emulator", config=planned)  # for two query tokens 55,000 parts
 
 
 def test_no_call_keeps_its_tensors_alive():

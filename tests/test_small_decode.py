@@ -1,5 +1,5 @@
-"""The Hopper kernel of small batches, an implementation to ask for by its name: arithmetic of Config, what the compiler makes
-of it (compile), what it computes (emulate, gpu)."""
+"""The Hopper kernel of small batches: arithmetic of Config, what the compiler makes of it (compile), what it computes
+(emulate, gpu). Which calls it serves: tests/test_sparse_decode.py."""
 
 import dataclasses
 import re
@@ -18,9 +18,10 @@ from test_sparse_decode import BEYOND, EXTRA, FORMATS, H200, MODEL1
 
 import mla_cute
 import mla_cute.sm90.sparse_decode_small as small
-from mla_cute import jit, reference
+from mla_cute import emulator, jit, reference
 from mla_cute.emulator.run import load
 from mla_cute.kv_cache import FORMATS as LAYOUTS
+from mla_cute.kv_cache import quantize_kv_cache
 from mla_cute.testing import Case, assert_bitwise, make_inputs
 from mla_cute.validate import Problem
 
@@ -97,7 +98,7 @@ def test_what_arrives_has_room(fmt, heads):
     """It lies where records were."""
     for size in range(1, small.MAX_CLUSTER + 1):
         assert -(-512 // 16 // size) * size <= small.MAX_ARRIVING
-    arriving = small.MAX_ARRIVING * 16 * heads * 2 + 32 * small.MAX_CLUSTER * 4 + small.MAX_CLUSTER * heads * 4
+    arriving = small.MAX_ARRIVING * heads * (16 * 2 + 4) + small.MAX_CLUSTER * heads * 4
     assert arriving <= small.STAGES * small.Config().stage_bytes(fmt)
 
 
@@ -149,7 +150,7 @@ def test_compiles_without_spills(fields):
     units = [f"{'wait1 ' if i >= 2 else ''}{unit}" for i, unit in enumerate(units)]
     names = {"mma_async": "mma", "commit_group": "commit", "wait_group": "wait"}
     assert " ".join(names.get(step, step) + count for step, count in steps) == " ".join(
-        ["wait0", *units, "wait0 fence", *[*["mma"] * 4, "commit"] * 2, "wait1 wait0"]
+        ["wait0", *units, "wait0 fence", *["mma"] * 8, "commit wait0"]
     )
 
 
@@ -184,6 +185,24 @@ def test_scales_that_differ(fmt, between, num_sms):
     n, tiles = tokens.scales.shape
     tokens.scales *= exponents(12, *{"tokens": (n, 1), "tiles": (1, tiles), "both": (n, tiles)}[between])
     check(Call.draw(tokens, [190, 30]).by_rope_alone(), with_reference=False, num_sms=num_sms, impl=IMPL)
+
+
+@pytest.mark.emulate
+def test_a_head_among_larger_ones():
+    """Its piece is 2^-37 of another head's in the same columns: no head takes another one's bits."""
+    n = 128
+    latent, rope = torch.ones(n, 512), torch.zeros(n, 64)
+    latent[:, 384:] = 448.0
+    latent[0, 384:] = 1.125 * 2.0**-22
+    rope[0, 0] = 100.0
+    cache = quantize_kv_cache(torch.cat([latent, rope], 1).bfloat16().view(2, 64, 1, 576), kv_format=LAYOUTS["v32"])
+    q = torch.zeros(1, 1, 2, 576, dtype=torch.bfloat16)
+    q[0, 0, 1, 512] = 1.0  # the second head attends the first key alone, the first one all of them
+    indices = torch.arange(n, dtype=torch.int32).view(1, 1, n)
+    with emulator.session(num_sms=1):
+        out, _ = mla_cute.sparse_decode(q, cache, indices, softmax_scale=1.0, impl=small, backend="emulator")
+    exact, _ = reference.sparse_decode(q, cache, indices, softmax_scale=1.0, dtype=torch.float64, out_dtype=torch.float64)
+    assert ((out.double() - exact).abs() <= 0.005 * exact.abs()).all()
 
 
 @pytest.mark.emulate

@@ -44,7 +44,8 @@ class Job:
     case: Case
     inputs: Inputs
     module: ModuleType
-    config: Any
+    config: Any  # that was asked for
+    settled: Any  # whose kernel runs
     arch: str
     num_sms: int
     num_parts: int
@@ -138,7 +139,7 @@ def prepare(args) -> Job:
     config.check(problem)
     with run.session(arch=args.arch, num_sms=args.num_sms):
         where = target(torch.device("cpu"), "emulator")
-    config, cluster = settle(config, problem, case.b, case.s_q, case.topk, case.extra_topk, where)
+    settled, cluster = settle(config, problem, case.b, case.s_q, case.topk, case.extra_topk, where)
     num_parts = config.num_parts(problem, case.s_q, args.num_sms)
     seconds, blocks = estimate(case, problem, config, num_parts), _blocks(case, problem, config)
     runs = 1 if args.only is not None else args.schedules
@@ -153,7 +154,7 @@ def prepare(args) -> Job:
     problem = check_sparse_decode(inputs.q, inputs.kv_cache, inputs.indices, **inputs.kwargs())
     started = time.perf_counter()
     planner = run.load(schedule_kernel, _plan_problem(case, num_parts), None, args.arch)
-    kernel = run.load(module, problem, config, args.arch)
+    kernel = run.load(module, problem, settled, args.arch)
     for emulated in (planner, kernel):
         for name in emulated.kernels:
             emulated.program(name)  # an instruction that is not known is told before anything runs
@@ -169,7 +170,7 @@ def prepare(args) -> Job:
     charge = overhead(config, case.b, case.topk, case.extra_topk, num_parts)
     plan = reference.plan(keys, num_parts, tile_n=config.tile_n, fixed_overhead_blocks=charge)
     out, lse = reference.sparse_decode(inputs.q, inputs.kv_cache, inputs.indices, **inputs.kwargs())
-    fixed = (case, inputs, module, config, args.arch, args.num_sms, num_parts, cluster, args.force)
+    fixed = (case, inputs, module, config, settled, args.arch, args.num_sms, num_parts, cluster, args.force)
     return Job(*fixed, planner, kernel, seconds, plan, out, lse)
 
 
@@ -299,7 +300,7 @@ def _main(argv: list[str] | None) -> int:
     if args.trace:
         print(f"\ntimeline of schedule {outcomes[0].schedule}: {args.trace} (open it at ui.perfetto.dev)")
     if args.json:
-        about = {"op": args.op, "arch": args.arch, "impl": job.module.__name__, "config": repr(job.config)}
+        about = {"op": args.op, "arch": args.arch, "impl": job.module.__name__, "config": repr(job.settled)}
         about |= {"case": dataclasses.asdict(job.case), "num_sms": job.num_sms, "num_parts": job.num_parts}
         about |= {"compile_seconds": job.seconds, "seconds": time.perf_counter() - started}
         args.json.write_text(json.dumps(about | {"schedules": [report.as_dict(o) for o in outcomes]}, indent=1))
@@ -316,7 +317,7 @@ def head(job: Job) -> str:
             f"sparse_decode for {job.arch}: {job.module.__name__}, with {how}",
             f"case {job.case}: {report.some(_blocks(job.case, problem, job.config), 'block')} of keys, "
             f"a plan of {report.some(job.num_parts, 'part')} for {report.some(job.num_sms, 'SM')}",
-            f"{job.config}",
+            f"{job.settled}",
             f"compiled, parsed and decoded in {job.seconds:.1f} s\n",
             report.COLUMNS,
         ]

@@ -31,7 +31,7 @@ Small batches (`Config.clustered`, a kernel of its own): a cluster of up to 16 C
 heads, and neither plan nor scratch nor combine. Each CTA leaves its piece of O, in fp16 over a power of two for each head,
 where Q was; heads are dealt out too, and each CTA sends each of the others its piece of their heads, by bulk copies into what
 was V, and merges its own. 64 KB a CTA at 19 bytes a cycle set the time of it, half of what scratch and combine take. Where a
-call has no more than three blocks or so for each CTA, `settle` chooses sparse_decode_small.py.
+CTA would have few blocks, three or so, with few heads up to eight, `settle` chooses sparse_decode_small.py.
 
 Why it is built so, in SM cycles measured on an H200 (docs/tuning-sm90.md): the convert warps are the chain that sets the pace,
 about 3,800 a block; matrix units are busy 2,176 of them. fp16 takes 19 instructions a token where bf16 takes 43. Records are
@@ -125,6 +125,7 @@ MAX_PIECE_ROWS = 80  # that a CTA of a cluster receives: pieces times its share 
 # What a call takes beside its longest run of blocks, in the time of one, 2.1 us on an H200: with a plan, the same where no
 # request is split, with clusters.
 PLANNED, UNSPLIT, CLUSTERED = 6.7, 3.3, 4.7
+SMALL_BLOCKS = 8  # that a CTA has at most in the other kernel; with more it gains nothing, by arithmetic
 MAX_GRID_Z = 65_535  # of a launch, in CTAs
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
 
@@ -165,7 +166,7 @@ class Config:
         if self == Config():
             other = small.Config()
             time, of_other = other.fastest(problem, b, s_q, topk, extra_topk, num_sms, max_clusters)
-            if time < min(planned, clustered):
+            if time < min(planned, clustered) and blocks <= SMALL_BLOCKS * of_other:
                 return other, of_other
         return (replace(self, clustered=True), size) if clustered < planned else (self, 0)
 

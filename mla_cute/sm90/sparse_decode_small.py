@@ -20,13 +20,14 @@ heads its N, so that few heads cost little. A block of 64 keys (t: key, h: head,
  6. O = alpha * O + P V: the exponents of P and V cancel
 Once a CTA knows its last m it tells the whole cluster, which also says that its place for records is free. With all of
 them each CTA knows what its piece counts, exp2(m - max m), and sends its l, weighted so, to all while the last product
-runs. The columns are dealt out, 16 at a time: each CTA sends its piece of them, weighted, to the CTA that merges them, straight
-from registers, in fp16 over a power of two. A merge adds products. A CTA waits for what is sent to it, so none
-ends before.
+runs. The columns are dealt out, 16 at a time: each CTA sends its piece of them to the CTA that merges them, straight from
+registers, in fp16 over a power of two for each head, and with it what that power stands for, weight included. A merge adds
+products. A CTA waits for what is sent to it, so none ends before.
 
 Why: for two blocks a CTA the kernel of large batches (sparse_decode.py) takes 14 us on an H200, this one 11. There one
 warpgroup converts, a chain of 2,000 cycles a block, and 64 heads make 64 KB a piece; here four convert, and of 32 heads a piece
-is 32 KB, spread over twice as many CTAs. But its phases follow one another: from four blocks a CTA on the other one is faster.
+is 32 KB, spread over twice as many CTAs. But its phases follow one another: from four blocks a CTA on, with few heads from
+eight or so on, the other one is faster.
 In cycles: records asked for 3,600, there 5,700; a block 3,700; then 5,000, of which 32 KB take 3,000 to the other CTAs.
 
 Shared memory (bytes, V32, 32 heads): V [64, 512], where Q comes in first, 65,536; records 2 x 45,056, later pieces; Q 36,864;
@@ -253,7 +254,7 @@ class Shared(NamedTuple):
     valid: Int32  # [2 stages, 8] uint32: a bit for each of 8 keys, if it counts
     exchange: Int32  # [warpgroup that receives, 3, 128 threads] of 4 fp32: its heads' S of the others
     arrived: Int32  # in the place of records: [unit of this CTA, piece] of O, for every 16 heads 16 bytes a lane, see `slot`
-    powers: Int32  # [unit of this CTA, 16 pieces] fp32: what its fp16 stand over
+    powers: Int32  # [unit of this CTA, piece, heads] fp32: what its fp16 stand for
     arrived_sums: Int32  # [piece, heads] fp32: l, weighted
     tops: Int32  # [piece, heads] fp32: m
     maxima: Int32  # [heads, 4 warps] fp32
@@ -381,7 +382,7 @@ class SmallDecode(KeyConversion, PlanReader):
             cute.make_tensor(sKV.iterator, cute.select(sKV.layout, mode=[1, 0])),
             cute.make_tensor(sPT.iterator, cute.select(sPT.layout, mode=[1, 0])),
             raw, Int32(storage.valid.data_ptr().toint()), Int32(storage.exchange.data_ptr().toint()), raw, powers,
-            powers + D_V // UNIT * MAX_CLUSTER * 4,
+            powers + MAX_ARRIVING * self.heads * 4,
             *(Int32(x.data_ptr().toint()) for x in (
                 storage.tops, storage.maxima, storage.sums, storage.alpha, storage.sink, storage.rope_exponents,
             )),
@@ -467,10 +468,10 @@ class SmallDecode(KeyConversion, PlanReader):
                             accO[tile][4 * j + i] = accO[tile][4 * j + i] * pair[i % 2]
             warpgroup.fence()
             mma_pv.set(warpgroup.Field.ACCUMULATE, True)
-            for tile in cutlass.range_constexpr(2):
-                for k in cutlass.range_constexpr(TILE // 16):
+            for k in cutlass.range_constexpr(TILE // 16):
+                for tile in cutlass.range_constexpr(2):
                     cute.gemm(mma_pv, accO[tile], rV[tile][None, None, k], rP[None, None, k], accO[tile])
-                warpgroup.commit_group()
+            warpgroup.commit_group()
             if ((me.wg >> 1) == (n & 1)) & (n + STAGES < blocks):  # all have read the records of block n
                 self.copy_records(params, share, me, shared, n + STAGES, index)
 
@@ -486,10 +487,9 @@ class SmallDecode(KeyConversion, PlanReader):
             own = smem_tensor(shared.tops + (Int32(share.rank) * self.heads + head) * 4, Float32, 1)[0]
             weight = cute.math.exp2(own - top, fastmath=True)
             self.send_sums(share, me, shared, head, weight)
-        for tile in cutlass.range_constexpr(2):
-            warpgroup.wait_group(1 - tile)  # while the first is on its way, the second is still being multiplied
-            if blocks > 0:
-                self.send(share, me, shared, pieces, inverse, tile, accO[tile], weight)
+        warpgroup.wait_group(0)
+        if blocks > 0:
+            self.send(share, me, shared, pieces, inverse, head, accO, weight)
         factor = self.finish_heads(params, share, me, shared, pieces, head, top)
         self.merge(params, share, me, shared, pieces, inverse, factor)
 
@@ -525,7 +525,7 @@ class SmallDecode(KeyConversion, PlanReader):
         known[0], known[1] = pieces, inverse
         cute.arch.mbarrier_arrive_and_expect_tx(shared.tops_full, pieces * (self.heads * 4))
         cute.arch.mbarrier_arrive_and_expect_tx(shared.sums_full, pieces * (self.heads * 4))
-        of_piece = self.units(share, inverse) * (self.unit_bytes + 4)
+        of_piece = self.units(share, inverse) * (self.unit_bytes + self.heads * 4)
         cute.arch.mbarrier_arrive_and_expect_tx(shared.pieces_full, pieces * of_piece)
 
     # ---- load ----
@@ -914,38 +914,47 @@ class SmallDecode(KeyConversion, PlanReader):
             to = shared.arrived_sums + (Int32(share.rank) * self.heads + head) * 4
             store_to_peer(to, cute.recast_tensor(word, Uint32), Int32(shared.sums_full.toint()), peer)
 
-    @cute.jit
-    def send(
-        self, share: Request, me: Thread, shared: Shared, pieces: Int32, inverse: Int32, tile: cutlass.Constexpr,
-        accO: cute.Tensor, weight: Float32,
-    ):  # fmt: skip
-        """A unit, the warp's 16 columns of a tile of O, to the CTA that merges it: unit u to CTA u % size.
-
-        weight: of the lane's head. fp16 over a power of two that brings the largest value to 2 ** 14 to 2 ** 15: values keep
-        their 11 bits down to 2 ** -29 of it; P's largest is 2 ** 7 for all heads.
-        """
-        full, largest = Int32(shared.pieces_full.toint()), Float32(0)
-        for i in cutlass.range_constexpr(4 * self.groups):
-            largest = max_abs(largest, accO[i])
-        largest = cute.arch.warp_reduction_max(largest)
+    def powers(self, me: Thread, accO: list[cute.Tensor]) -> tuple[list[Float32], Float32]:
+        """What makes the largest of a head's values, in the warp's 32 columns, 2 ** 14 to 2 ** 15: [2 j + e] for the lane's
+        heads; and what undoes it, of `head_of`'s."""
+        n, maxima = 2 * self.groups, []
+        for i in range(n):
+            largest = Float32(0)
+            for tile in (0, 1):
+                for r in (0, 1):
+                    largest = max_abs(largest, accO[tile][i // 2 * 4 + 2 * r + i % 2])
+            maxima.append(largest)
+        (largest,) = over_keys(maxima, me.lane, cute.arch.fmax)
         exponent = cutlass.max(largest.bitcast(Uint32) >> 23, Uint32(30))  # then both powers are normal numbers
         factor, power = (((x << 23).bitcast(Float32)) for x in (268 - exponent, exponent - 14))
-        n, word = 2 * self.groups, cute.make_rmem_tensor(1, Float32)
-        factors = [cute.arch.shuffle_sync(factor * weight, self.lane_of(i, me.pc, n)) for i in range(n)]
-        word[0] = power
-        unit = 4 * (2 * me.wg + tile) + me.w
-        slot = unit * inverse >> 16
-        at, peer = slot * pieces + Int32(share.rank), unit - slot * Int32(share.size)
-        for c in cutlass.range_constexpr(self.heads // 16):  # 16 heads: element e + 2 r + 4 j
-            values, fp16 = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, Float16)
-            for i in cutlass.range_constexpr(8):
-                values[i] = accO[8 * c + i] * factors[4 * c + i // 4 * 2 + i % 2]
-            fp16.store(values.load().to(Float16))
-            to = shared.arrived + at * self.unit_bytes + c * 512 + self.slot(me.g, me.pc)
-            store_to_peer(to, cute.recast_tensor(fp16, Uint32), full, peer)
-        if me.lane == 0:
-            to = shared.powers + (slot * MAX_CLUSTER + Int32(share.rank)) * 4
-            store_to_peer(to, cute.recast_tensor(word, Uint32), full, peer)
+        return [cute.arch.shuffle_sync(factor, self.lane_of(i, me.pc, n)) for i in range(n)], power
+
+    @cute.jit
+    def send(
+        self, share: Request, me: Thread, shared: Shared, pieces: Int32, inverse: Int32, head: Int32, accO: list[cute.Tensor],
+        weight: Float32,
+    ):  # fmt: skip
+        """O by units of 16 columns to the CTAs that merge them, unit u to CTA u % size.
+
+        A warp has two. head, weight: the lane's.
+        """
+        full, word = Int32(shared.pieces_full.toint()), cute.make_rmem_tensor(1, Float32)
+        factors, power = self.powers(me, accO)
+        word[0] = power * weight
+        for tile in cutlass.range_constexpr(2):
+            unit = 4 * (2 * me.wg + tile) + me.w
+            slot = unit * inverse >> 16
+            at, peer = slot * pieces + Int32(share.rank), unit - slot * Int32(share.size)
+            for c in cutlass.range_constexpr(self.heads // 16):  # 16 heads: element e + 2 r + 4 j
+                values, fp16 = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, Float16)
+                for i in cutlass.range_constexpr(8):
+                    values[i] = accO[tile][8 * c + i] * factors[4 * c + i // 4 * 2 + i % 2]
+                fp16.store(values.load().to(Float16))
+                to = shared.arrived + at * self.unit_bytes + c * 512 + self.slot(me.g, me.pc)
+                store_to_peer(to, cute.recast_tensor(fp16, Uint32), full, peer)
+            if self.is_first(me):
+                to = shared.powers + (at * self.heads + head) * 4
+                store_to_peer(to, cute.recast_tensor(word, Uint32), full, peer)
 
     def slot(self, g: Int32, pc: Int32) -> Int32:
         """Where a lane's 16 bytes of 512 arrive: eight neighbours fill 128 bytes, and eight lanes with the same pc lie in
@@ -991,15 +1000,15 @@ class SmallDecode(KeyConversion, PlanReader):
             sums = cute.make_rmem_tensor(2, Float32)
             sums.fill(0.0)
             piece = shared.arrived + slot * pieces * self.unit_bytes + c * 512 + self.slot(me.g, q) + me.pc * 4
-            power = shared.powers + slot * (MAX_CLUSTER * 4)
+            power = shared.powers + (slot * pieces * self.heads + 16 * c + 8 * j + 2 * q) * 4
             for p in cutlass.range(pieces, unroll=8):
                 values, fp16 = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float16)
                 word = cute.recast_tensor(fp16, Uint32)
                 word[0] = smem_tensor(piece + p * self.unit_bytes, Uint32, 1)[0]
                 values.store(fp16.load().to(Float32))
-                of_piece = smem_tensor(power + p * 4, Float32, 1)[0]
+                powers = load_smem_8b(power + p * (self.heads * 4), Float32)
                 for e in cutlass.range_constexpr(2):
-                    sums[e] = sums[e] + values[e] * of_piece
+                    sums[e] = sums[e] + values[e] * powers[e]
             column = (Int32(share.rank) + slot * Int32(share.size)) * UNIT + me.g + 8 * r
             for e in cutlass.range_constexpr(2):
                 head = share.head_tile * self.heads + 16 * c + 8 * j + 2 * q + e
