@@ -131,7 +131,7 @@ def _clusters(device: torch.device) -> dict[int, int]:
     """{CTAs of a cluster: how many run at the same time} by the driver: SMs come in groups (GPCs) of different sizes, and a
     cluster lies in one of them. All sizes at once, in the first call: none is asked for while a CUDA graph is captured.
 
-    Empty, with a warning, where the driver does not tell: then plans serve small batches too.
+    Empty, with a warning, where the driver does not tell: then small batches do without them.
     """
 
     def checked(result: tuple):
@@ -163,7 +163,7 @@ def _clusters(device: torch.device) -> dict[int, int]:
         finally:
             checked(driver.cuCtxPopCurrent())
     except Exception as e:
-        warnings.warn(f"{device}: the driver does not say how many clusters fit ({e}): small batches are planned", stacklevel=2)
+        warnings.warn(f"{device}: the driver does not say how many clusters fit ({e}): small batches do without", stacklevel=2)
         return {}
 
 

@@ -189,13 +189,12 @@ def test_scales_that_differ(fmt, between, num_sms):
 
 @pytest.mark.emulate
 def test_a_head_among_larger_ones():
-    """Its piece is 2^-37 of another head's in the same columns: no head takes another one's bits."""
-    n = 128
-    latent, rope = torch.ones(n, 512), torch.zeros(n, 64)
-    latent[:, 384:] = 448.0
-    latent[0, 384:] = 1.125 * 2.0**-22
+    """Its piece is 2^-41 of another one's in the same columns: no head takes another one's bits."""
+    n = 1024
+    latent, rope = torch.full((n, 512), 448.0), torch.zeros(n, 64)
+    latent[0, 384:] = 2.0**-22
     rope[0, 0] = 100.0
-    cache = quantize_kv_cache(torch.cat([latent, rope], 1).bfloat16().view(2, 64, 1, 576), kv_format=LAYOUTS["v32"])
+    cache = quantize_kv_cache(torch.cat([latent, rope], 1).bfloat16().view(n // 64, 64, 1, 576), kv_format=LAYOUTS["v32"])
     q = torch.zeros(1, 1, 2, 576, dtype=torch.bfloat16)
     q[0, 0, 1, 512] = 1.0  # the second head attends the first key alone, the first one all of them
     indices = torch.arange(n, dtype=torch.int32).view(1, 1, n)
@@ -215,45 +214,33 @@ def test_rising_and_falling_maxima(fmt, values, num_sms):
 
 
 SIZE = 2
-LENGTHS = (300, 130, 60)  # two steps a CTA; one, of two blocks and of one; one for a CTA and none for the other
-
-
-@pytest.fixture(scope="module")
-def kernel():
-    problem = Problem(h_q=24, d_qk=512, kv_format="model1", has_topk_length=True, has_attn_sink=True)
-    return load(small, problem, small.default_config(problem), "sm_90a")
-
-
-@pytest.fixture(scope="module")
-def case():
-    x = make_inputs(
-        Case(b=3, h_q=24, topk=320, s_kv=400, kv_format="model1", sink=True, holes=True, strided=False)
-    )
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    ours = {"softmax_scale": x.softmax_scale, "topk_length": lengths, "attn_sink": x.attn_sink}
-    unread = torch.full((1, 8), -1, dtype=torch.int32), torch.full((4,), -1, dtype=torch.int32)  # where a plan would be
-    return x, lengths, unread, reference.sparse_decode(x.q, x.kv_cache, x.indices, **ours)
+LENGTHS = (300, 60)  # three blocks for one CTA and two for the other; one for one and none for the other
 
 
 @pytest.mark.emulate
-def test_every_synchronisation_is_missed_when_it_is_gone(kernel, case):
-    found, is_qk = {}, True
+@pytest.mark.parametrize("fmt", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_synchronisation_is_missed_when_it_is_gone(fmt):
+    problem = Problem(h_q=24, d_qk=fmt.d_qk, kv_format=fmt.name, has_topk_length=True, has_attn_sink=True)
+    kernel = load(small, problem, small.default_config(problem), "sm_90a")
+    x = make_inputs(Case(b=2, h_q=24, topk=320, s_kv=400, kv_format=fmt.name, sink=True, holes=True, strided=False))
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    ours = {"softmax_scale": x.softmax_scale, "topk_length": lengths, "attn_sink": x.attn_sink}
+    unread = torch.full((1, 8), -1, dtype=torch.int32), torch.full((3,), -1, dtype=torch.int32)  # where a plan would be
+    case = x, lengths, unread, reference.sparse_decode(x.q, x.kv_cache, x.indices, **ours)
+    found, waits = {}, 0
     for i, line in enumerate(kernel.modules[0].text.split("\n")):
         match = SYNCHRONISING.search(line) or re.match(r"\s*(barrier\.cluster\.\w+)", line)
         if match and not line.lstrip().startswith("//"):
             name = re.match(r"griddepcontrol\.wait|barrier\.cluster\.\w+|\w+\.\w+", line[match.start() :].lstrip())[0]
-            is_qk &= not (name == "wgmma.wait_group" and line.strip().endswith("0;"))
-            if not (is_qk and name.startswith("wgmma")):  # within QK they order registers: see test_compiles_without_spills
+            waits += name == "wgmma.wait_group" and line.strip().endswith("0;")  # for PV, for QK, for PV
+            if not (waits == 1 and name.startswith("wgmma")):  # in QK they order registers: see test_compiles_without_spills
                 found[i] = name
     assert len(found) > 15
-    assert of_kernel(kernel, case, (0, 1, 2), 0, SIZE) is None
-    unnoticed = Counter(
-        what for i, what in found.items() if of_kernel(without(kernel, i), case, (0, 1, 2), 0, SIZE) is None
-    )
-    # Nothing is launched ahead here: that has a test on a GPU. The barrier's initialisation is released by the arrival at the
-    # cluster's barrier too, though only the fence is meant for what arrives by the asynchronous proxy. And one barrier only
-    # keeps the compiler from waiting for the indices early.
-    assert unnoticed == {"griddepcontrol.wait": 1, "fence.mbarrier_init": 1, "bar.sync": 1}, found
+    assert of_kernel(kernel, case, (0, 1), 0, SIZE) is None
+    unnoticed = Counter(what for i, what in found.items() if of_kernel(without(kernel, i), case, (0, 1), 0, SIZE) is None)
+    # Nothing is launched ahead here: that has a test on a GPU. In MODEL1 the barrier for rope's exponents stands in for those
+    # before it, for Q and for V.
+    assert unnoticed == {"griddepcontrol.wait": 1} | ({"bar.sync": 2} if fmt.name == "model1" else {}), found
 
 
 # ---- gpu tier ----

@@ -1,7 +1,7 @@
 """Thread-level pieces of the SM90 kernels: shared memory by address, bulk copies, conversion, fragment arithmetic."""
 
 import cutlass
-from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32, cute
+from cutlass import Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
 
@@ -34,38 +34,9 @@ def store_to_peer(dst: Int32, words: cute.Tensor, mbar: Int32, rank: Int32) -> N
     )
 
 
-def copy_async(dst: Int32, src: Int64, size: int, num_bytes: Uint32) -> None:
-    """One lane's asynchronous copy global -> shared of 8 or 16 bytes, for `cp_async_commit_group` and `cp_async_wait_group`.
-
-    num_bytes: `size`, or 0 for zeros, then `src` is not read.
-    """
-    level = "cg" if size == 16 else "ca"
-    inline_ptx(
-        f"cp.async.{level}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};", read_only_args=[dst, src, num_bytes]
-    )
-
-
-def shuffle_64(x: Int64, lane: Int32) -> Int64:
-    """The 64 bits that another lane of the warp has."""
-    code = (
-        "{ .reg .b32 low, high; mov.b64 {low, high}, {$r0}; shfl.sync.idx.b32 low, low, {$r1}, 31, 0xFFFFFFFF; "
-        "shfl.sync.idx.b32 high, high, {$r1}, 31, 0xFFFFFFFF; mov.b64 {$w0}, {low, high}; }"
-    )
-    return inline_ptx(code, write_only_types=[Int64], read_only_args=[x, lane])
-
-
-def load_global_if(words: cute.Tensor, address: Int64, is_wanted: Boolean) -> None:
-    """8 or 16 bytes of global memory into registers [2] or [4], or zeros without a load."""
-    n = cute.size(words)
-    names = [f"{{$w{i}}}" for i in range(n)]
-    code = (
-        "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; "
-        + "".join(f"mov.b32 {name}, 0; " for name in names)
-        + f"@p ld.global.v{n}.b32 {{{', '.join(names)}}}, [{{$r0}}]; }}"
-    )
-    loaded = inline_ptx(code, write_only_types=[Uint32] * n, read_only_args=[address, Uint32(is_wanted)])
-    for i in range(n):
-        words[i] = loaded[i]
+def copy_async_8b(dst: Int32, src: Int64, num_bytes: Uint32) -> None:
+    """One lane's asynchronous copy global -> shared of 8 bytes, or of 0, then zeros arrive and `src` is not read."""
+    inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8, {$r2};", read_only_args=[dst, src, num_bytes])
 
 
 def wait_for_peers(mbar: Int32) -> None:

@@ -63,7 +63,7 @@ from ..validate import Problem, check_int
 from .helpers import (
     bf16_to_fp16,
     bulk_copy_to_smem,
-    copy_async,
+    copy_async_8b,
     divide,
     e4m3_to_fp16,
     fp16_pair,
@@ -582,12 +582,12 @@ class SmallDecode(KeyConversion, PlanReader):
         start = base + Int64(page) * page_stride
         key, stage = self.first_key(me), n & 1
         first, full = self.stage(shared, n) + key * self.record_pitch, shared.raw_full + stage
-        if me.lane == 0:
-            smem_tensor(shared.valid + (8 * stage + key // 8) * 4, Uint32, 1)[0] = mask
-            cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(mask) * self.fmt.row_bytes)
         if mask != 0xFF:
             self.clear(me, first, ~mask)
         cute.arch.sync_warp()
+        if me.lane == 0:
+            smem_tensor(shared.valid + (8 * stage + key // 8) * 4, Uint32, 1)[0] = mask
+            cute.arch.mbarrier_arrive_and_expect_tx(full, cute.arch.popc(mask) * self.fmt.row_bytes)
         if is_valid:
             record = start + Int64(offset) * self.fmt.row_bytes
             to = first + me.lane * self.record_pitch
@@ -595,21 +595,19 @@ class SmallDecode(KeyConversion, PlanReader):
         if const_expr(self.rope_is_v):
             scales = start + Int64(page_block_size) * self.fmt.row_bytes + Int64(offset) * self.fmt.scale_row_bytes
             if me.lane < 8:
-                copy_async(self.scales_at(shared, n, key + me.lane), scales, 8, Uint32(is_valid) * 8)
+                copy_async_8b(self.scales_at(shared, n, key + me.lane), scales, Uint32(is_valid) * 8)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full)
         index[0] = self.load_index(params, share, me, n + STAGES)
 
     @cute.jit
     def clear(self, me: Thread, first: Int32, mask: Uint32):
-        """Zeros for the records of `mask`, of eight."""
+        """Zeros for the records of `mask`, of eight. The fence behind P orders them before the next copy to that place."""
         zeros = cute.make_rmem_tensor(4, Uint32)
         zeros.fill(0)
         for i in cutlass.range(8, unroll=1):
             if (mask >> Uint32(i)) & 1 == 1:
                 for at in cutlass.range(me.lane * 16, self.fmt.row_bytes, 512, unroll=1):
                     store_smem_16b(first + i * self.record_pitch + at, zeros)
-        cute.arch.fence_proxy("async.shared", space="cta")  # a copy comes there later
-        cute.arch.sync_warp()
 
     def stage(self, shared: Shared, n: Int32) -> Int32:
         return shared.raw + (n & 1) * self.stage_bytes
