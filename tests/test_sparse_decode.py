@@ -639,7 +639,7 @@ class Driver:
                 self.contexts.pop()
             elif name not in ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain") and not self.contexts:
                 return (self.CUresult.CUDA_ERROR_INVALID_CONTEXT, None)
-            return self.CUresult.CUDA_SUCCESS, 120 // len(args[1].attrs) if name.startswith("cuOccupancy") else name
+            return self.CUresult.CUDA_SUCCESS, 120 if name.startswith("cuOccupancy") else name
 
         return call
 

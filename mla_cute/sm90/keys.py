@@ -49,11 +49,11 @@ class KeyConversion:
         return (largest >> 23) - cutlass.min(largest >> 23, Uint32(15))
 
     def rope_to_bf16(self, codes: list[cute.Tensor], exponent: Uint32) -> list:
-        """[4 for each of codes] bf16 pairs of rope over 2 ** (exponent - 127), exactly. Rope that is no part of V stays so,
-        with bf16's range."""
+        """[as many as `codes` have words] bf16 pairs of rope over 2 ** (exponent - 127), exactly. Rope that is no part of V
+        stays so, with bf16's range."""
         inverse = (254 - exponent) << 7
         inverse = inverse | (inverse << 16)
-        return [mul_bf16x2(codes[i // 4][i % 4], inverse) for i in range(4 * len(codes))]
+        return [mul_bf16x2(words[i], inverse) for words in codes for i in range(cute.size(words))]
 
     def query_words(self, chunks: list[cute.Tensor], i: int, is_bf16: Boolean | bool) -> cute.Tensor:
         """Registers [4]: Q / Q_SCALE of k-step s = i / 2 (of two) and h = i % 2, in fp16, or as bf16 where that is asked for.

@@ -27,8 +27,8 @@ products. A CTA waits for what is sent to it, so none ends before.
 Why: for two blocks a CTA the kernel of large batches (sparse_decode.py) takes 14 us on an H200, this one 11. There one
 warpgroup converts, a chain of 2,000 cycles a block, and 64 heads make 64 KB a piece; here four convert, and of 32 heads a piece
 is 32 KB, spread over twice as many CTAs. But its phases follow one another: from four blocks a CTA on, with few heads from
-eight or so on, the other one is faster.
-In cycles: records asked for 3,600, there 5,700; a block 3,700; then 5,000, of which 32 KB take 3,000 to the other CTAs.
+eight or so on, the other one is faster. In cycles: records asked for 3,600, there 5,700; a block 3,700; then 5,000, of which
+32 KB take 3,000 to the other CTAs.
 
 Shared memory (bytes, V32, 32 heads): V [64, 512], where Q comes in first, 65,536; records 2 x 45,056, later pieces; Q 36,864;
 parts of S 24,576; P 4,096; 4 K of small things. Sources of the ideas: FlashAttention (online softmax), FlashMLA (the op, the
@@ -67,11 +67,10 @@ from .helpers import (
     divide,
     e4m3_to_fp16,
     fp16_pair,
-    mul_bf16x2,
     store_to_peer,
     wait_for_peers,
 )
-from .keys import Q_SCALE, Q_SCALE_INVERSE, KeyConversion, over_keys
+from .keys import Q_SCALE, KeyConversion, over_keys
 
 INF = float("inf")
 WARPGROUP = 128
@@ -88,6 +87,7 @@ MAX_ARRIVING = 45  # units that a CTA receives: units of its own times CTAs, wha
 # In the time that the kernel of large batches takes for a block, 2.1 us on an H200: what a call takes, and each block more.
 CALL, BLOCK = 3.0, 1.15
 SMEM_LIMIT = 232_448  # bytes a CTA may ask for on compute capability 9.0
+
 
 @dataclass(frozen=True)
 class Config:
@@ -111,8 +111,8 @@ class Config:
 
     def fastest(self, *how) -> tuple[float, int]:
         """(`time`, CTAs of a cluster): of equally fast sizes the largest, whose CTAs merge less. how: as for `settle`."""
-        size = min(range(1, MAX_CLUSTER + 1), key=lambda size: (self.time(size, *how), -size))
-        return self.time(size, *how), size
+        time, size = min((self.time(size, *how), -size) for size in range(1, MAX_CLUSTER + 1))
+        return time, -size
 
     def time(
         self, size: int, problem: Problem, b: int, s_q: int, topk: int, extra_topk: int, num_sms: int,
@@ -275,7 +275,6 @@ class SmallDecode(KeyConversion, PlanReader):
         self.head_tiles = config.head_tiles(problem)
         self.tile_n = config.tile_n
         self.fmt = FORMATS[problem.kv_format]
-        self.num_tiles = self.fmt.d_qk // TILE  # column tiles of Q and K, 9 or 8; the last is rope
         self.rope_is_v = self.fmt.d_qk == D_V
         self.unit_bytes = UNIT * self.heads * 2
         self.stage_bytes = config.stage_bytes(self.fmt)
@@ -404,7 +403,6 @@ class SmallDecode(KeyConversion, PlanReader):
 
         # ---- load ----
         index = cute.make_rmem_tensor(1, Int32)
-        index[0] = Int32(-1)
         index[0] = self.load_index(params, share, me, me.wg >> 1)
         cute.arch.sync_threads()  # the barriers are set up
         sink = Float32(0)
@@ -652,24 +650,26 @@ class SmallDecode(KeyConversion, PlanReader):
     def rope_words(self, chunks: list[cute.Tensor], k: int) -> cute.Tensor:
         """Registers [4]: V32's rope of Q / Q_SCALE in bf16, as `query_words`, in the order in which a lane holds 4 columns of K
         for each of the four k-steps: position 16 s + 8 h + 2 j + e gets column 16 s + 4 j + 2 h + e. chunks [4]: 32 columns."""
-        words = cute.make_rmem_tensor(4, Uint32)
-        for j in (0, 1, 2, 3):
-            words[j] = mul_bf16x2(chunks[2 * (k // 2) + j // 2][j % 2 * 2 + k % 2], Uint32(Q_SCALE_INVERSE))
-        return words
+        pairs = [[chunks[2 * (k // 2) + j // 2][j % 2 * 2 + k % 2]] for j in (0, 1, 2, 3)]
+        return self.query_words(pairs, 0, True)
 
     # ---- scores ----
 
     @cute.jit
-    def read_records(self, me: Thread, shared: Shared, n: Int32, records: Records):
+    def read_records(self, me: Thread, shared: Shared, n: Int32) -> Records:
         """Of block n."""
+        records = Records(
+            [[cute.make_rmem_tensor(4, Uint32) for _ in (0, 1)] for _ in (0, 1)],
+            [cute.make_rmem_tensor(4 if self.rope_is_v else 2, Uint32) for _ in (0, 1)],
+            [cute.make_rmem_tensor(2 if self.rope_is_v else 4, Uint32) for _ in (0, 1)],
+        )
         key, fmt = 16 * me.w + me.g, self.fmt
         record = self.stage(shared, n) + key * self.record_pitch
         for r in cutlass.range_constexpr(2):
             mine = record + r * 8 * self.record_pitch + me.pc * 16
             for tile in (0, 1):
-                cute.autovec_copy(
-                    smem_tensor(mine + (fmt.nope_offset + 128 * me.wg + 64 * tile), Uint32, 4), records.codes[r][tile]
-                )
+                codes = mine + (fmt.nope_offset + QUARTER * me.wg + TILE * tile)
+                cute.autovec_copy(smem_tensor(codes, Uint32, 4), records.codes[r][tile])
             scales = self.scales_at(shared, n, key + 8 * r)
             cute.autovec_copy(smem_tensor(scales, Uint32, cute.size(records.scales[r])), records.scales[r])
             if const_expr(self.rope_is_v):
@@ -677,33 +677,16 @@ class SmallDecode(KeyConversion, PlanReader):
             else:
                 rope = mine - me.pc * 8 + (fmt.rope_offset + 32 * me.wg)
                 cute.autovec_copy(smem_tensor(rope, Uint32, 2), records.rope[r])
+        return records
 
-    @cute.jit
     def scores(
         self, me: Thread, shared: Shared, mma_qk: cute.TiledMma, mma_rope: cute.TiledMma, rQ: cute.Tensor, rQ_rope: cute.Tensor,
         accS: cute.Tensor, n: Int32,
     ) -> cute.Tensor:  # fmt: skip
         """accS = K Q^T over the warpgroup's columns, and these columns of V. Returns the exponents of the lane's keys [2],
         0 for those that do not count."""
-        records = Records(
-            [[cute.make_rmem_tensor(4, Uint32) for _ in (0, 1)] for _ in (0, 1)],
-            [cute.make_rmem_tensor(4 if self.rope_is_v else 2, Uint32) for _ in (0, 1)],
-            [cute.make_rmem_tensor(2 if self.rope_is_v else 4, Uint32) for _ in (0, 1)],
-        )
-        self.read_records(me, shared, n, records)
+        records = self.read_records(me, shared, n)
         scales, exponents = self.scales_of(me, shared, records)
-        self.multiply(me, shared, mma_qk, mma_rope, rQ, rQ_rope, accS, records, scales, exponents)
-        valid = load_smem_8b(shared.valid + ((n & 1) * 8 + 2 * me.w) * 4)
-        for r in cutlass.range_constexpr(2):
-            counts = (valid[r] >> Uint32(me.g)) & 1
-            exponents[r] = cutlass.select_(counts == 1, exponents[r], Uint32(0))
-        warpgroup.wait_group(0)
-        return exponents
-
-    def multiply(
-        self, me: Thread, shared: Shared, mma_qk: cute.TiledMma, mma_rope: cute.TiledMma, rQ: cute.Tensor, rQ_rope: cute.Tensor,
-        accS: cute.Tensor, records: Records, scales: cute.Tensor, exponents: cute.Tensor,
-    ) -> None:  # fmt: skip
         v_row = Int32(shared.sV.iterator.toint()) + 2 * me.wg * (TILE * 128) + (16 * me.w + me.g) * 128
         # In halves of a tile, two k-steps: what a lane has as 16-byte chunk `part` of V's columns, for its two keys.
         fragments = [cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 2)), Float16) for _ in (0, 1)]
@@ -717,7 +700,7 @@ class SmallDecode(KeyConversion, PlanReader):
             if unit is None:
                 step = cute.recast_tensor(fragment, BFloat16)[None, None, 0]
                 for r in (0, 1):
-                    self.to_fragment(step, r, self.rope_pairs(records.rope[r], exponents[r]))
+                    self.to_fragment(step, r, self.rope_to_bf16([records.rope[r]], exponents[r]))
                 warpgroup.fence()
                 mma_rope.set(warpgroup.Field.ACCUMULATE, False)
                 cute.gemm(mma_rope, accS, step, rQ_rope[None, None, 0], accS)
@@ -736,12 +719,12 @@ class SmallDecode(KeyConversion, PlanReader):
                     b = rQ[None, None, 4 * tile + 2 * part + s]
                     cute.gemm(mma_qk, accS, fragment[None, None, s], b, accS)
             warpgroup.commit_group()
-
-    def rope_pairs(self, words: cute.Tensor, exponent: Uint32) -> list:
-        """V32's: [2] bf16 pairs over 2 ** (exponent - 127), exactly."""
-        inverse = (254 - exponent) << 7
-        inverse = inverse | (inverse << 16)
-        return [mul_bf16x2(words[i], inverse) for i in (0, 1)]
+        valid = load_smem_8b(shared.valid + ((n & 1) * 8 + 2 * me.w) * 4)
+        for r in (0, 1):
+            counts = (valid[r] >> Uint32(me.g)) & 1
+            exponents[r] = cutlass.select_(counts == 1, exponents[r], Uint32(0))
+        warpgroup.wait_group(0)
+        return exponents
 
     def scales_of(self, me: Thread, shared: Shared, records: Records) -> tuple[cute.Tensor, cute.Tensor]:
         """By key: the scale of the warpgroup's columns (V32's over 2 ** (exponent - 127), a pair of fp16; MODEL1's two bytes);
